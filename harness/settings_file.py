@@ -14,6 +14,15 @@ from compressor.yaml_text import EntryPath, from_yaml
 
 Settings = TypeVar("Settings", bound=BaseModel)
 _SHOWN = 80  # characters of a wrong value
+_BELONGS: Mapping[str, str] = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping belongs there"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list belongs there"),
+    **dict.fromkeys(("date_type", "date_parsing", "date_from_datetime_parsing", "date_from_datetime_inexact"), "write a day as YYYY-MM-DD"),
+    "string_type": "a text belongs there",
+    "too_short": "at least {min_length} must be there",
+    "string_pattern_mismatch": "a text that matches {pattern} belongs there",
+}
+"""Kinds of errors of pydantic, whose own words speak of its classes, to ours."""
 
 
 class SettingsPart(BaseModel):
@@ -66,11 +75,24 @@ def _explain(path: Path, error: Mapping[str, Any], lines: Mapping[EntryPath, int
     if error["type"] == "missing":
         return f"{where}: is missing; add it"
     if error["type"] != "extra_forbidden":
-        message = error["msg"].removeprefix("Value error, ")
-        return f"{where}: {repr(error['input'])[:_SHOWN]} is not allowed: {message[0].lower()}{message[1:]}"
+        return f"{where}: {not_allowed(error)}"
     known = sorted(_part_at(kind, place[:-1]).model_fields)
     remedy = suggest(str(place[-1]), known, otherwise=f"known are {', '.join(known)}", show=str)
     return f"{where}: is no {word}; {remedy}"
+
+
+def not_allowed(error: Mapping[str, Any]) -> str:
+    """Say what is wrong with a value.
+
+    Args:
+        error: one of pydantic's.
+
+    Returns:
+        The value, and what belongs there.
+    """
+    message, words = error["msg"].removeprefix("Value error, "), _BELONGS.get(error["type"])
+    told = f"{message[0].lower()}{message[1:]}" if words is None else words.format(**error.get("ctx", {}))
+    return f"{repr(error['input'])[:_SHOWN]} is not allowed: {told}"
 
 
 def _part_at(kind: type[BaseModel], place: EntryPath) -> type[BaseModel]:

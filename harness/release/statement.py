@@ -21,6 +21,7 @@ from harness.release.policy import Waiver
 from harness.release.report import ReleaseReport
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome, Verdict
+from harness.settings_file import not_allowed
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
@@ -147,10 +148,8 @@ def read_statement(path: Path) -> Statement:
     except OSError as error:
         raise UserInputError(f"{path}: cannot be read ({error.strerror}); name the statement.json of a sign-off") from error
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
         raise UserInputError(
-            f"{path}: is no statement of a sign-off: {place}: {first['msg'].removeprefix('Value error, ')}; name its statement.json"
+            f"{path}: is no statement of a sign-off: {_wrong(dict(error.errors()[0]))}; name its statement.json"
         ) from error
     except ValueError as error:
         raise UserInputError(f"{path}: is not JSON: {error}; name the statement.json of a sign-off") from error
@@ -159,6 +158,15 @@ def read_statement(path: Path) -> Statement:
     if twice:
         raise UserInputError(f"{path}: names {twice[0]} twice; name the statement.json of a sign-off")
     return statement
+
+
+def _wrong(error: Mapping[str, Any]) -> str:
+    place = ".".join(map(str, error["loc"])) or "the file"
+    if error["type"] == "missing":
+        return f"{place}: is missing"
+    if isinstance(error["input"], dict):  # a part that contradicts itself, which is too long to be shown
+        return f"{place}: {error['msg'].removeprefix('Value error, ')}"
+    return f"{place}: {not_allowed(error)}"
 
 
 def verify_statement(statement: str | Path, folder: str | Path, *, today: date) -> list[CheckRecord]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from datetime import date
@@ -174,11 +175,30 @@ def test_what_is_no_file_is_named_whatever_it_leads_to(name: str, signed: Path, 
 MISTAKES = {
     "nowhere.json": (None, "cannot be read"),
     "text": ("no", "is not JSON"),
-    "empty": ("{}", "is no statement of a sign-off"),
+    "empty": ("{}", "is no statement of a sign-off: _type: is missing; name"),
     "deep": ("[" * 100_000, "is not JSON: its entries are nested too deeply"),
     "twice": ('{"_type": 1, "_type": 2}', "'_type' stands twice"),
-    "list": ("[]", "is no statement of a sign-off"),
+    "list": ("[]", "is no statement of a sign-off: the file: [] is not allowed: a mapping belongs there; name its statement.json"),
 }
+DAMAGED = {
+    "subject: [] is not allowed: at least 1 must be there": lambda told: told.update(subject=[]),
+    "predicate.waivers: [] is not allowed: a mapping belongs there": lambda told: told["predicate"].update(waivers=[]),
+    "predicate.passedTests: 7 is not allowed: a list belongs there": lambda told: told["predicate"].update(passedTests=7),
+    "until: 'soon' is not allowed: write a day as YYYY-MM-DD": lambda told: told["predicate"].update(
+        waivers={"files.a": {"reason": "r", "until": "soon"}}
+    ),
+    "is not allowed: a text that matches ^[0-9a-f]{64}$ belongs there": lambda told: told["subject"][0]["digest"].update(sha256="AB" * 32),
+    "predicate: contradicts itself": lambda told: told["predicate"].update(passedTests=[]),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGED)
+def test_a_statement_that_is_damaged_is_told_in_our_words(said: str, signed: Path, made: Release, tmp_path: Path) -> None:
+    told = json.loads((signed / "statement.json").read_text())
+    DAMAGED[said](told)
+    (tmp_path / "statement.json").write_text(json.dumps(told))
+    with pytest.raises(UserInputError, match=re.escape(said)):
+        verify_statement(tmp_path / "statement.json", made.compressed, today=date(2026, 11, 25))
 
 
 @pytest.mark.parametrize("name", MISTAKES)
