@@ -4,7 +4,8 @@ The patterns are those of compressed-tensors, so that recipes and checkpoints ca
 exact dotted name, or `re:` and a regular expression that must match from the start of the dotted name. A pattern that matches nothing is
 a mistake worth stopping for: a typo in `ignore` quantizes a layer that had to stay as it was. Only a `re:` in `ignore` may match nothing,
 since published recipes name parts of other models there; that is noted. A pattern that names no module may name parameters
-(`re:.*q_proj.weight`), and `__ALL_PRUNABLE__` names linear layers and convolutions.
+(`re:.*q_proj.weight`), and `__ALL_PRUNABLE__` names linear layers and convolutions. In experts that were taken apart `gate_proj`,
+`up_proj` and `down_proj` are names, too, where the files of the model have others (`w1`), since recipes use them for every model.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from compressor.errors import TargetError
+from compressor.nn.experts import usual_name
 from compressor.spelling import nearest
 
 _REGEX_PREFIX = "re:"
@@ -230,9 +232,10 @@ def matches(name: str, module: nn.Module, pattern: str) -> bool:
     Returns:
         True if the pattern means the module.
     """
+    names = _names_of(name, module)
     if pattern.startswith(_REGEX_PREFIX):
-        return re.match(pattern.removeprefix(_REGEX_PREFIX), name) is not None
-    return pattern == name or not set(_CLASSES.get(pattern, (pattern,))).isdisjoint(_class_names(module))
+        return any(re.match(pattern.removeprefix(_REGEX_PREFIX), one) for one in names)
+    return pattern in names or not set(_CLASSES.get(pattern, (pattern,))).isdisjoint(_class_names(module))
 
 
 def outward(name: str) -> Iterator[str]:
@@ -243,7 +246,7 @@ def outward(name: str) -> Iterator[str]:
     yield ""
 
 
-def closeness(name: str, module: nn.Module, patterns: Sequence[str]) -> int | None:
+def closeness(name: str, module: nn.Module, patterns: Sequence[str]) -> tuple[int, str] | None:
     """Tell how closely a list of patterns means one module, in the order in which compressed-tensors prefers schemes.
 
     Args:
@@ -252,12 +255,18 @@ def closeness(name: str, module: nn.Module, patterns: Sequence[str]) -> int | No
         patterns: targets of one scheme.
 
     Returns:
-        0 for its whole name, 1 for a regular expression, 2 for its class; None where only something around or in it is meant.
+        0 for its whole name, 1 for a regular expression, 2 for its class, and the pattern, since of one kind the first in the alphabet
+        holds there; None where only something around or in it is meant.
     """
-    if name in patterns:
-        return 0
-    found = [pattern for pattern in patterns if matches(name, module, pattern)]
-    return min((1 if pattern.startswith(_REGEX_PREFIX) else 2 for pattern in found), default=None)
+    names = _names_of(name, module)
+    kinds = {pattern: 0 if pattern in names else 1 if pattern.startswith(_REGEX_PREFIX) else 2 for pattern in patterns}
+    return min(((kinds[pattern], pattern) for pattern in patterns if matches(name, module, pattern)), default=None)
+
+
+def _names_of(name: str, module: nn.Module) -> tuple[str, ...]:
+    """Names by which a pattern may mean a module: its own, and in an expert that of llm-compressor."""
+    usual = usual_name(module)
+    return (name,) if usual is None else (name, f"{name.rpartition('.')[0]}.{usual}")
 
 
 def check_patterns(patterns: Sequence[str], *, required: bool) -> None:
@@ -294,9 +303,11 @@ class _Index:
 
     def __init__(self, named: list[tuple[str, nn.Module]]) -> None:
         self._named = named
-        self._names = {name: place for place, (name, _) in enumerate(named)}
+        self._names: dict[str, int] = {}
         self._classes: dict[str, list[int]] = {}
-        for place, (_, module) in enumerate(named):
+        for place, (name, module) in enumerate(named):
+            for own in _names_of(name, module):
+                self._names[own] = place
             for word in _class_names(module):
                 self._classes.setdefault(word, []).append(place)
 
@@ -319,9 +330,11 @@ def _match_all(named: list[tuple[str, nn.Module]], patterns: list[str]) -> dict[
 def _matching(named: list[tuple[str, nn.Module]], pattern: str) -> list[nn.Module]:
     if _regex_fault(pattern) is not None:
         return []
-    expression = pattern.removeprefix(_REGEX_PREFIX)
-    return [module for name, module in named if re.match(expression, name)] or [
-        module for name, module in named if any(re.match(expression, f"{name}.{parameter}") for parameter in module._parameters)
+    fits = re.compile(pattern.removeprefix(_REGEX_PREFIX)).match
+    return [module for name, module in named if any(map(fits, _names_of(name, module)))] or [
+        module
+        for name, module in named
+        if any(fits(f"{one}.{parameter}") for one in _names_of(name, module) for parameter in module._parameters)
     ]
 
 

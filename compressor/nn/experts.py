@@ -98,6 +98,7 @@ def joined_rows(parts: list[Tensor], layout: ExpertLayout) -> Tensor:
 
 _INDEX_ADD = "eager"  # this implementation of transformers adds expert after expert; all others sum over the K slots of a token
 _MODULE_STATE = frozenset(vars(nn.Module()))
+_USUAL_NAME = "_usual_name"
 
 
 class TokenRows(NamedTuple):
@@ -413,15 +414,26 @@ def _projections(fused: nn.Module, layout: ExpertLayout) -> Iterator[dict[str, n
         whole = fused.get_parameter(fused_name)
         parts = split_weights(layout, fused_name, whole.detach())
         tensors |= {key: nn.Parameter(part, requires_grad=whole.requires_grad) for key, part in parts.items()}
-    names = [name for projections in layout.sources.values() for name in projections]
+    names = {layout.gate: "gate_proj", layout.up: "up_proj", layout.down: "down_proj"}
     for index in range(fused.get_parameter("down_proj").shape[0]):
-        yield {name: _linear(tensors[f"{index}.{name}.weight"], tensors.get(f"{index}.{name}.bias")) for name in names}
+        yield {
+            name: _linear(tensors[f"{index}.{name}.weight"], tensors.get(f"{index}.{name}.bias"), usual)
+            for name, usual in names.items()
+            if name is not None
+        }
 
 
-def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+def usual_name(projection: nn.Module) -> str | None:
+    """Return what recipes of llm-compressor call a projection of an expert, whatever the files of its model do; None for other modules."""
+    name: str | None = projection.__dict__.get(_USUAL_NAME)
+    return name
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None, usual: str) -> nn.Linear:
     with torch.device("meta"):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
     linear.weight = weight
     if bias is not None:
         linear.bias = bias
+    linear.__dict__[_USUAL_NAME] = usual
     return linear

@@ -139,7 +139,7 @@ class SchemeTargets(SchemeSettings):
         return dict(sorted(found.items(), key=lambda item: order[item[0]]))
 
     def _closest(self, name: str, module: nn.Module, schemes: list[QuantizationScheme]) -> QuantizationScheme:
-        """The scheme whose targets mean a module most closely: its name, then a regular expression, then its class."""
+        """The scheme that means a module most closely: by its name, a regular expression, its class; of one kind the first sorted."""
         if len(schemes) == 1:
             return schemes[0]
         ranks = [closeness(name, module, scheme.targets) for scheme in schemes]
@@ -162,7 +162,22 @@ class SchemeTargets(SchemeSettings):
             A sentence each.
         """
         targets = [target for scheme in self.target_schemes() for target in scheme.targets]
-        return [f"{type(self).__name__}: {said}" for said in loose_patterns(model, targets, self.ignore, self._is_layer)]
+        said = [*loose_patterns(model, targets, self.ignore, self._is_layer), *self._contested(model)]
+        return [f"{type(self).__name__}: {one}" for one in said]
+
+    def _contested(self, model: nn.Module) -> list[str]:
+        """Say of layers that two schemes mean by patterns of one kind which of them holds."""
+        schemes = self.target_schemes()
+        found: dict[tuple[str, str], list[str]] = {}
+        for name, module in model.named_modules() if len(schemes) > 1 else ():
+            if self._is_layer(module) and not any(matches(name, module, pattern) for pattern in self.ignore):
+                ranks = sorted(rank for scheme in schemes if (rank := closeness(name, module, scheme.targets)) is not None)
+                if len(ranks) > 1 and ranks[0][0] == ranks[1][0]:
+                    found.setdefault((ranks[0][1], ranks[1][1]), []).append(name)
+        return [
+            f"{one!r} and {other!r} both mean {len(names)} layers ({some(names)}), which get the scheme of the first, as patterns sort"
+            for (one, other), names in found.items()
+        ]
 
     def _is_layer(self, module: nn.Module) -> bool:
         return _is_kind(module, embeddings=self.takes_embeddings)

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+from compressed_tensors.quantization import QuantizationScheme as CTScheme
+from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
@@ -296,6 +299,10 @@ def test_the_words_of_llm_compressor_are_taken(base: Folders, expected: Expected
     asked: dict[str, Any] = {"scheme": "FP8_DYNAMIC", "ignore": ["lm_head"], "max_workers": 1, "device": "cpu"}
     model_free_ptq(model_stub=base("dense"), save_directory=tmp_path / "made", **asked)
     check_same(tmp_path / "made", expected(base("dense"), scheme="FP8_DYNAMIC", ignore=["lm_head"]))
+    published: dict[str, Any] = {"ignore": ["re:.*vision.*", "lm_head", "re:.*embed_tokens.*"], "max_workers": 1, "device": ["cpu"]}
+    scheme = CTScheme(**preset_name_to_scheme("FP8_BLOCK", []).model_dump() | {"targets": ["re:.*self_attn.(q|k|v|o)_proj$"]})
+    made = model_free_ptq(base("dense"), tmp_path / "blocks", scheme=scheme, converter=FP8BlockDequantizer(targets=["re:x"]), **published)
+    assert made.report.modules and all(".self_attn." in name for name in made.report.modules)
     for wrong, words in (
         ({"converter": object()}, "converter: object"),
         ({"device": ["cpu", "cpu"]}, "2 devices"),

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import compressor
-from compressor import QuantizationModifier, load_recipe, oneshot
+from compressor import GPTQModifier, QuantizationModifier, QuantizedLinear, load_recipe, oneshot
 from compressor.cli.main import main
 from compressor.errors import ModelError, RecipeError, UserInputError
 from compressor.settings.llmcompressor import KEYWORDS, NAMES, translated
@@ -224,6 +225,38 @@ def test_a_script_of_theirs_runs_and_gives_the_same_as_our_words(tmp_path: Path)
     )
     assert (tmp_path / "theirs/model.safetensors").read_bytes() == (tmp_path / "ours/model.safetensors").read_bytes()
     assert theirs.report.modules
+
+
+SCRIPTS: dict[str, dict[str, Any]] = {
+    "masks": {"use_loss_mask": True, "data_collator": lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}},
+    "workers": {"preprocessing_num_workers": 32, "dataloader_num_workers": 32, "log_dir": None, "batch_size": 4},
+    "part": {"splits": "train[:50%]", "shuffle_calibration_samples": True},
+    "mapping": {"splits": {"calibration": "train_sft[:4]"}, "max_seq_length": 2048, "batch_size": 1},
+    "layers": {
+        "pipeline": "sequential",
+        "sequential_targets": ["MixtralDecoderLayer"],
+        "sequential_prefetch": True,
+        "sequential_targets_per_subgraph": 12,
+        "propagate_error": False,
+        "moe_calibrate_all_experts": True,
+    },
+    "saved": {"save_compressed": True, "trust_remote_code_model": True, "moe_calibrate_all_experts": False, "pipeline": "independent"},
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.filterwarnings("ignore:.*has no effect here:UserWarning")
+def test_values_of_published_scripts_work(name: str) -> None:
+    """Those that its examples give, on a model with experts."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1))
+    rows = Dataset.from_list([{"input_ids": [*range(3, 9)], "attention_mask": [1] * 6, "loss_mask": [0, 0, 1, 1, 1, 1]}] * 8)
+    given = DatasetDict({"train": rows, "train_sft": rows}) if "splits" in SCRIPTS[name] else rows
+    recipe = GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head", "re:.*mlp.gate"], fallback_budget=6)
+    result = oneshot(model=model, dataset=given, recipe=recipe, num_calibration_samples=4, **SCRIPTS[name])
+    assert set(result.report.modules) == {name for name, module in result.model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert len(result.report.modules) == 10
 
 
 def test_untied_heads_are_weights_of_their_own_in_the_checkpoint(tmp_path: Path) -> None:

@@ -394,6 +394,7 @@ def _stack() -> nn.Module:
         {"W8A16": ["Linear"], "W4A16": ["re:1[.]"], "W8A8": ["1.o"]},
         {"W8A8": ["1.o", "re:0[.]k"], "W4A16": ["re:1[.]", "Linear"]},
         {"W8A16": ["Linear", "0.v"], "W4A16": ["re:.*[.]v", "1.k"]},
+        {"W8A16": ["re:0[.]"], "W4A16": ["re:.*q"], "W8A8": ["Linear"]},
     ],
 )
 def test_of_schemes_that_overlap_the_closest_holds_as_in_compressed_tensors(schemes: dict[str, list[str]]) -> None:
@@ -415,7 +416,6 @@ def test_of_schemes_that_overlap_the_closest_holds_as_in_compressed_tensors(sche
     "schemes",
     [
         {"W4A16": ["Linear"], "W8A16": ["Linear"]},
-        {"W4A16": ["re:.*q"], "W8A16": ["re:0.*"], "W8A8": ["Linear"]},
         {"W4A16": ["0.q"], "W8A16": ["0.q"], "W8A8": ["Linear"]},
         {"W4A16": ["Block"], "W8A16": ["re:.*q"]},
         {"W4A16": ["re:0$"], "W8A16": ["Linear"]},
@@ -425,6 +425,13 @@ def test_of_schemes_that_overlap_the_closest_holds_as_in_compressed_tensors(sche
 def test_two_schemes_that_mean_a_module_equally_closely_are_refused(schemes: dict[str, list[str]]) -> None:
     with pytest.raises(SchemeError, match=r"0\.q: two schemes .* claim it equally closely \(.*; make their targets disjoint"):
         QuantizationModifier(scheme=schemes).resolve(_stack())
+
+
+def test_of_two_patterns_of_one_kind_it_is_noted_which_holds() -> None:
+    modifier = QuantizationModifier(scheme={"W8A16": ["re:0[.]"], "W4A16": ["re:.*q"], "W8A8": ["Linear"]})
+    assert modifier.pattern_notes(_stack()) == [
+        "QuantizationModifier: 're:.*q' and 're:0[.]' both mean 1 layers (0.q), which get the scheme of the first, as patterns sort"
+    ]
 
 
 @pytest.mark.parametrize("settings", [{}, {"scheme": "W4A16", "config_groups": {"all": GROUPED}}])

@@ -1,0 +1,146 @@
+"""Published recipes of llm-compressor give every module what llm-compressor gives it, on a small model of their architecture.
+
+What llm-compressor gives was recorded from it, by `tests/compressor/published/record.py`. Where it is something else here, it stands here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compressor import CompressorError, SparseGPTModifier, load_recipe
+from compressor.mappings import find_pairs
+from compressor.model.experts.unfuse import unfused_experts
+from compressor.modifiers.schemes.targets import SchemeTargets
+from compressor.nn.experts import usual_name
+from harness.traceability.architectures import draw_weights
+from tests.compressor.published.record import RESOLUTIONS, args_text, build, collapsed, published, recipe_of, scheme_text, starred
+
+RECORDED: dict[str, Any] = {one["recipe"]: one for one in json.loads(RESOLUTIONS.read_text(encoding="utf-8"))["resolved"]}
+ENTRIES: dict[str, Any] = {entry["of"][0]: entry for entry in published()["recipes"]}
+
+# A plain name in `ignore` that names nothing is an error here: the head that was meant to stay is called otherwise, and is quantized there.
+GROUPED = "DeepseekV4GroupedLinear"
+REFUSED = {
+    "multimodal_audio/qwen2_audio": ("ignore 'language_model.lm_head' matches no module", {"ignore": ["re:audio_tower.*"]}),
+    "quantization_w8a8_fp8/whisper_example": ("ignore 'lm_head' matches no module", {"ignore": ["proj_out"]}),
+    "quantization_w8a8_fp8/nemotron_3_5_lightning_example": (
+        r"'backbone\\\\.embeddings' matches no module .* 'backbone.norm_f' matches no module",
+        {"ignore": ["re:.*_latent_proj.*", "re:.*mixer.gate\\..*", "lm_head"]},
+    ),
+    "quantizing_moe/deepseek_v4_example": (
+        f"class {GROUPED} are linear layers whose forward does more than multiply",
+        {"ignore": [GROUPED]},
+    ),
+    "quantizing_moe/deepseek_v4_mixed_mxfp4_mxfp8": (f"add {GROUPED} to ignore", {"ignore": [GROUPED]}),
+    "quantizing_moe/deepseek_v4_pro_example": (f"add {GROUPED} to ignore", {"ignore": [GROUPED]}),
+    "quantization_attention/llama3_attention": ("queries of attention are not quantized here", None),
+}
+MORE_HERE = {
+    "awq/step3p5_example": {"model.language_model.layers.*.mlp.experts.*"},  # whose experts are not taken apart there
+    # `actorder: group` is refused there.
+    "tests/llmcompressor/transformers/compression/recipes/new_quant_actorder_group": {"model.layers.*.self_attn", "model.layers.*.mlp"},
+}
+FEWER_HERE = {name: "o_a_proj" for name, (_, settings) in REFUSED.items() if settings == {"ignore": [GROUPED]}}
+FEWER_HERE["quantization_w8a8_fp8/whisper_example"] = "proj_out"
+
+
+@functools.cache
+def skeleton(name: str) -> nn.Module:
+    with torch.device("meta"):
+        model = build(name)
+    with unfused_experts(model, hold=False):
+        return model
+
+
+def resolved(entry: dict[str, Any]) -> dict[str, dict[str, str]]:
+    model = skeleton(entry["model"])
+    schemes: dict[str, str] = {}
+    pruned: dict[str, str] = {}
+    for modifier in load_recipe(recipe_of(entry)).modifiers:
+        if isinstance(modifier, SchemeTargets):
+            schemes |= {name: scheme_text(scheme) for name, scheme in modifier.resolve(model).items()}
+            schemes |= {
+                name: f"input_activations {args_text(modifier.kv_cache_scheme)}" for name in modifier.kv_targets(model, modifier.ignore)
+            }
+        elif isinstance(modifier, SparseGPTModifier):
+            pruned |= dict.fromkeys(modifier.prunable(model), f"{modifier.sparsity} {modifier.mask_structure}")
+    return {"schemes": schemes, "pruned": pruned}
+
+
+def as_there(model: nn.Module, name: str) -> str:
+    """What llm-compressor calls a module: projections of experts have one name there, and Qwen3-Omni others in its transformers 5.17."""
+    usual = usual_name(model.get_submodule(name))
+    called = name if usual is None else f"{name.rpartition('.')[0]}.{usual}"
+    is_renamed = type(model).__name__.startswith("Qwen3OmniMoeThinker")
+    return (
+        re.sub(r"^model[.](language_model|(?=audio_tower|visual))", lambda found: "model" * bool(found[1]), called)
+        if is_renamed
+        else called
+    )
+
+
+def table(entry: dict[str, Any], kind: str) -> set[tuple[str, str, str]]:
+    """What a modifier of ours makes of which module, as it is recorded."""
+    model = skeleton(entry["model"])
+    found = {as_there(model, name): what for name, what in resolved(entry)[kind].items()}
+    return rows(collapsed(found, [as_there(model, name) for name, _ in model.named_modules() if name]))
+
+
+def rows(recorded: dict[str, list[str]]) -> set[tuple[str, str, str]]:
+    split = [(what, text.partition(": ")) for what, texts in recorded.items() for text in texts]
+    return {(what, parent, leaf) for what, (parent, _, leaves) in split for leaf in leaves.split(" ")}
+
+
+def test_every_recipe_is_recorded() -> None:
+    assert list(ENTRIES) == list(RECORDED)
+    assert sum(len(rows(one.get("schemes", {}))) for one in RECORDED.values()) > 1400
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in REFUSED])
+def test_every_module_gets_what_llm_compressor_gives_it(name: str) -> None:
+    ours = table(ENTRIES[name], "schemes")
+    theirs = rows(RECORDED[name].get("schemes", {}))
+    assert theirs <= ours
+    assert {starred(parent) for _, parent, _ in ours - theirs} == MORE_HERE.get(name, set())
+    assert table(ENTRIES[name], "pruned") == rows(RECORDED[name].get("pruned", {}))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_the_same_when_the_advice_is_followed(name: str) -> None:
+    message, settings = REFUSED[name]
+    with pytest.raises(CompressorError, match=message):
+        resolved(ENTRIES[name])
+    if settings is not None:
+        ((modifier, given),) = ENTRIES[name]["modifiers"].items()
+        theirs = rows(RECORDED[name]["schemes"])
+        ours = table({**ENTRIES[name], "modifiers": {modifier: given | settings}}, "schemes")
+        assert ours == {row for row in theirs if row[2] != FEWER_HERE.get(name)}
+
+
+# Readers of a norm that llm-compressor leaves out: it divides the norm, and not the columns of the router that reads it.
+ROUTER = {"qwen3_next": {"model.layers.*.mlp.gate"}}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3_moe", "qwen3_next", "qwen3_5"])
+def test_scales_move_where_llm_compressor_moves_them(architecture: str) -> None:
+    torch.manual_seed(0)
+    model = build(architecture)
+    draw_weights(model, 0)
+    with unfused_experts(model, hold=False):
+        found = find_pairs(model, {"input_ids": torch.arange(3, 15)[None]}, torch.device("cpu"))
+    recorded = [RECORDED[name].get("scales", {}) for name, entry in ENTRIES.items() if entry["model"] == architecture]
+    pairs = {row for scales in recorded for row in rows(scales)}
+    assert pairs
+    for readers, parent, leaf in pairs:
+        ours = [pair for name, pair in found.by_source.items() if f"{parent}.{leaf}" in (name, starred(name))]
+        assert ours
+        for pair in ours:
+            more = {starred(reader) for reader in pair.readers} ^ set(readers.split(", "))
+            assert more == (ROUTER.get(architecture, set()) if leaf == "post_attention_layernorm" else set())
