@@ -22,6 +22,7 @@ VERBS: Mapping[str, str] = {
     "verify": "harness.lifecycle.command",
     "check": "harness.checks.command",
     "catalogue": "harness.checks.catalogue.command",
+    "report": "harness.run_report.command",
     "bisect": "harness.bisect.command",
     "golden": "harness.goldens.command",
     "trace-audit": "harness.traceability.command",

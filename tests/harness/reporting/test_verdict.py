@@ -117,6 +117,7 @@ def test_wrong_arguments_of_every_verb_are_no_verdict(words: str, capsys: pytest
 
 GIVEN = dict.fromkeys(LEAVES, "") | {
     "validate": "a b --dataset d",
+    "report": "a",
     "bisect": "a b --dataset d",
     "verify": "a:b",
     "check": "a:b",
