@@ -139,7 +139,9 @@ def test_experts_too_many_for_one_stage_are_planned_one_by_one_as_they_run(tmp_p
     Qwen3MoeConfig(**sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
     made = make(tmp_path, passes="auto")
     assert made.forwards == "two"
-    assert [f"model.layers.0.mlp.experts.{number}" for number in range(4)] == [name for name in made.sequential_targets if "experts" in name]
+    assert [f"model.layers.0.mlp.experts.{number}" for number in range(4)] == [
+        name for name in made.sequential_targets if "experts" in name
+    ]
 
 
 @pytest.mark.nightly
