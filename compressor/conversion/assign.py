@@ -66,21 +66,36 @@ class Origins:
         Raises:
             ModelError: transformers computes it from several, or in a way that is not known here.
         """
-        first = value.storage_offset()
-        last = first + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         key = self._keys.get(value.untyped_storage()._cdata, where)
-        found = next((one for one in self._stretches.get(key, ()) if one.first <= first and last < one.last), None)
+        found = self._stretch(value, key)
         if found is None:
             how = f" ({self.empty.made[key]})" if key in self.empty.made else ""
             raise ModelError(
                 f"{where}: transformers makes this weight of others while it loads{how}, which is not done here; use oneshot, or ignore it"
             )
         whole = self.whole(found.name)
-        start = whole.start + (first - found.first) * whole.torch_dtype.itemsize
+        start = whole.start + (value.storage_offset() - found.first) * whole.torch_dtype.itemsize
         part = whole.model_copy(update={"start": start, "shape": tuple(value.shape), "strides": value.stride()})
         if whole.scales is not None and part != whole:
             raise ModelError(f"{where}: is a part of a tensor in fp8, which is read as a whole only; use a base in bfloat16, or ignore it")
         return part
+
+    def file_name(self, value: Tensor) -> str | None:
+        """Say what the files call the tensor in which a tensor of the model lies.
+
+        Args:
+            value: on the meta device: a tensor of the model, or a part of one.
+
+        Returns:
+            The name; None where transformers computes it from several.
+        """
+        found = self._stretch(value, self._keys.get(value.untyped_storage()._cdata, ""))
+        return None if found is None else found.name
+
+    def _stretch(self, value: Tensor, key: str) -> _Stretch | None:
+        first = value.storage_offset()
+        last = first + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+        return next((one for one in self._stretches.get(key, ()) if one.first <= first and last < one.last), None)
 
     def whole(self, name: str) -> View:
         """See a whole tensor of the files.

@@ -28,6 +28,7 @@ from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.folder import read_json, some
 from compressor.model.loading.empty import EmptyModel, load_empty
 from compressor.model.loading.load import resolve_device
+from compressor.model.targets import call_also
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.monitor import Lap, Monitor
@@ -135,6 +136,11 @@ def _prepare(empty: EmptyModel, modifier: QuantizationModifier, device: torch.de
     fp8 = [f"{len(empty.scales)} weights of the base are fp8 in blocks, and were read as floats"] if empty.scales else []
     state = State(model, device, report=Report(notes=[*fp8, *empty.loaded.notes]))
     with unfused_experts(model, hold=False) as experts:
+        for module in model.modules():
+            held = module._parameters.get("weight")
+            stored = None if held is None else origins.file_name(held)
+            if stored is not None and stored.endswith(".weight"):
+                call_also(module, stored.removesuffix(".weight"))
         with Session(state, [modifier]) as session:
             session.initialize()
             schemes = modifier.schemes

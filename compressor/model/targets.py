@@ -21,6 +21,7 @@ from compressor.nn.experts import usual_name
 from compressor.spelling import nearest
 
 _REGEX_PREFIX = "re:"
+_ALSO = "_also_called"
 _CLASSES = {"__ALL_PRUNABLE__": ("Linear", "_ConvNd")}  # words of llm-compressor for classes
 
 
@@ -263,10 +264,21 @@ def closeness(name: str, module: nn.Module, patterns: Sequence[str]) -> tuple[in
     return min(((kinds[pattern], pattern) for pattern in patterns if matches(name, module, pattern)), default=None)
 
 
+def call_also(module: nn.Module, name: str) -> None:
+    """Let patterns name a module by another dotted name, too. Changes the module.
+
+    Args:
+        module: of the model.
+        name: such as that of the files.
+    """
+    module.__dict__[_ALSO] = name
+
+
 def _names_of(name: str, module: nn.Module) -> tuple[str, ...]:
-    """Names by which a pattern may mean a module: its own, and in an expert that of llm-compressor."""
-    usual = usual_name(module)
-    return (name,) if usual is None else (name, f"{name.rpartition('.')[0]}.{usual}")
+    """Names by which a pattern may mean a module: its own, in an expert that of llm-compressor, and that of `call_also`."""
+    usual, also = usual_name(module), module.__dict__.get(_ALSO)
+    names = (name, usual and f"{name.rpartition('.')[0]}.{usual}", also)
+    return tuple(one for one in names if one is not None)
 
 
 def check_patterns(patterns: Sequence[str], *, required: bool) -> None:

@@ -312,6 +312,18 @@ def test_the_words_of_llm_compressor_are_taken(base: Folders, expected: Expected
             model_free_ptq(base("dense"), tmp_path / "other", **asked | wrong)
 
 
+def test_patterns_may_have_the_names_of_files(base: Folders, tmp_path: Path) -> None:
+    """As `model_free_ptq` of llm-compressor means them."""
+    asked = [r"re:model.layers.\d+.self_attn.(q|k|v|o)_proj$", r"re:model.layers.\d+.block_sparse_moe.experts.\d+.w[1-3]$"]
+    scheme = CTScheme(**preset_name_to_scheme("W4A16", []).model_dump() | {"targets": asked})
+    model_free_ptq(base("experts"), tmp_path / "theirs", scheme=scheme)
+    model_free(base("experts"), output_dir=tmp_path / "ours", scheme="W4A16", targets=["re:.*self_attn.*_proj$", "re:.*experts"])
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "theirs" / name).read_bytes() == (tmp_path / "ours" / name).read_bytes()
+    ignored = model_free(base("experts"), output_dir=tmp_path / "c", scheme="W8A16", ignore=["lm_head", "re:.*block_sparse_moe"])
+    assert len(ignored.report.modules) == 4
+
+
 @pytest.mark.parametrize(
     ("asked", "kind", "words"),
     [

@@ -377,6 +377,18 @@ def test_loose_patterns_give_the_checkpoint_that_exact_ones_give(tmp_path: Path,
     assert any(f"targets {pattern!r} mean 3 layers" in note for note in made.report.notes) == (pattern != "re:.*_proj.weight")
 
 
+@pytest.mark.filterwarnings("ignore:transformers .* will not load these experts:UserWarning")
+def test_experts_have_the_names_that_recipes_have_for_them_whatever_files_call_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2, num_experts_per_tok=1)).save_pretrained(tmp_path / "m")
+    for name, first, last in (("a", "(gate|up)_proj", "down_proj"), ("b", "w(1|3)", "w2")):
+        scheme = {"W8A16": [f"re:.*experts.*{first}$"], "W4A16": [f"re:.*experts.*{last}$"]}
+        oneshot(tmp_path / "m", recipe=QuantizationModifier(scheme=scheme), output_dir=tmp_path / name)
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
 def test_a_container_is_pruned_by_its_layers(tmp_path: Path) -> None:
     folder = _llama(tmp_path / "m")
     recipe = {"prune_modifiers": {"SparseGPTModifier": {"sparsity": 0.5, "targets": ["re:.*mlp$"], "ignore": ["re:.*vision"]}}}
