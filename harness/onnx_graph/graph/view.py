@@ -146,14 +146,18 @@ def _check_sizes(proto: onnx.ModelProto) -> None:
             raise UserInputError(f"graph: initializer {tensor.name} says {held}, which do not fit; export the model again")
 
 
+_UNNAMED = "com.microsoft"
+"""The domain whose version onnxruntime does not ask for, and its optimizer of transformers leaves out in memory."""
+
+
 def _check_operators(graph: onnx.GraphProto, versions: Mapping[str, int]) -> None:
     """Operators have the inputs and attributes that they need, of the types that they need; what is read later relies on it."""
     for node in graph.node:
         where = f"graph: {node.op_type} {node.name or next(iter(node.output), '')}".strip()
         name = "" if node.domain == "ai.onnx" else node.domain
-        if name not in versions:
+        if name not in versions and name != _UNNAMED:
             raise UserInputError(f"{where} is of domain {name!r}, of which no version is named (opset_import); export the model again")
-        if wrong := _misuse(node, name, versions[name]):
+        if wrong := _misuse(node, name, versions.get(name, 1)):
             raise UserInputError(f"{where} {wrong}; export the model again")
         for attribute in node.attribute:
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:

@@ -89,7 +89,8 @@ def _transformer_optimizer(model: onnx.ModelProto, skip: Sequence[str], log: boo
         path = Path(folder) / "model.onnx"
         onnx.save(model, path)
         optimized = optimizer.optimize_model(str(path), model_type="bert", num_heads=0, hidden_size=0, opt_level=0, use_gpu=False)
-    return optimized.model
+        optimized.save_model_to_file(str(path))  # which names the version of its operators
+        return onnx.load(path)
 
 
 def _ort(level: str) -> Callable[[onnx.ModelProto, Sequence[str], bool], onnx.ModelProto]:
