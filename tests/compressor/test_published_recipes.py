@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from compressor import CompressorError, SparseGPTModifier, load_recipe
+from compressor import CompressorError, SparseGPTModifier, load_recipe, oneshot
 from compressor.mappings import find_pairs
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.modifiers.schemes.targets import SchemeTargets
@@ -144,3 +144,30 @@ def test_scales_move_where_llm_compressor_moves_them(architecture: str) -> None:
         for pair in ours:
             more = {starred(reader) for reader in pair.readers} ^ set(readers.split(", "))
             assert more == (ROUTER.get(architecture, set()) if leaf == "post_attention_layernorm" else set())
+
+
+def _turned(transforms: list[dict[str, Any]], model: nn.Module) -> set[tuple[str, str, str]]:
+    """Norms, whose weights become neutral, aside: only products have rows and columns that are turned."""
+    found: dict[str, dict[str, str]] = {"weight_output": {}, "weight_input": {}, "input": {}}
+    for turn in (turn for one in transforms for turn in one["turns"]):
+        online = ["input"] if "online" in turn else []
+        for where, names in (("weight_output", turn["writers"]), *((where, turn["readers"]) for where in ("weight_input", *online))):
+            found[where] |= {name: where for name in names if model.get_submodule(name).weight.ndim == 2}
+    names = [as_there(model, name) for name, _ in model.named_modules() if name]
+    return {row for one in found.values() for row in rows(collapsed({as_there(model, name): where for name, where in one.items()}, names))}
+
+
+# The published script first puts routers of linear layers into the model, whose `gate.linear` is turned; here it is turned as it is.
+LINEAR_ROUTER = {"transform/spinquant_cohere2_moe_example": {("weight_input", "model.layers.*.mlp", "gate")}}
+
+
+@pytest.mark.parametrize("name", [name for name, one in RECORDED.items() if "turned" in one])
+def test_rotations_turn_what_llm_compressor_turns(name: str) -> None:
+    torch.manual_seed(0)
+    model = build(ENTRIES[name]["model"])
+    draw_weights(model, 0)
+    (modifier,) = (one for one in ENTRIES[name]["modifiers"] if one != "QuantizationModifier")
+    recipe = {"quant_modifiers": {modifier: ENTRIES[name]["modifiers"][modifier]}}
+    report = oneshot(model, recipe=recipe, dataset=[list(range(3, 15))], device="cpu").report
+    ours = _turned(report.transforms, skeleton(ENTRIES[name]["model"]))
+    assert ours == rows(RECORDED[name]["turned"]) | LINEAR_ROUTER.get(name, set())

@@ -110,6 +110,7 @@ def resolved_by_peer(entry: Mapping[str, Any], model: nn.Module) -> dict[str, An
     schemes = {name: text for name, text in schemes.items() if text}  # of keys and values alone, all others get an empty one
     result: dict[str, Any] = {"schemes": collapsed(schemes, names)}
     result |= {"pruned": collapsed({name: what for one in modifiers for name, what in _pruned_by_peer(one, model)}, names)}
+    result |= {"turned": _turned_by_peer(modifiers, model, names)}
     try:
         scales = [pair for modifier in modifiers for pair in _scales_of_peer(modifier, model, AWQModifier)]
         result |= {"scales": collapsed({source: ", ".join(sorted({starred(one) for one in readers})) for source, readers in scales}, names)}
@@ -154,6 +155,22 @@ def _pruned_by_peer(modifier: Any, model: nn.Module) -> list[tuple[str, str]]:
             if not match_targets(name, module, modifier.ignore):
                 found.append((name, f"{modifier.sparsity} {modifier.mask_structure}"))
     return found
+
+
+def _turned_by_peer(modifiers: list[Any], model: nn.Module, names: list[str]) -> dict[str, list[str]]:
+    """Where a rotation acts to the modules that it acts on: on rows or columns of a weight, or on what a module is handed."""
+    from compressed_tensors.utils import match_named_modules
+    from llmcompressor.core import State
+
+    found: dict[str, dict[str, str]] = {}
+    for modifier in modifiers:
+        if hasattr(modifier, "transform_config"):
+            modifier.on_initialize(State(model=model))
+            for group in modifier.transform_config.config_groups.values():
+                for one in group.apply:
+                    where = str(getattr(one.location, "value", one.location))
+                    found.setdefault(where, {}).update({name: where for name, _ in match_named_modules(model, one.targets, one.ignore)})
+    return {where: lines for one in found.values() for where, lines in collapsed(one, names).items()}
 
 
 def record() -> None:
