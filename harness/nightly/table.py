@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from harness.reporting.verdict import Verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
     from harness.nightly.history import Acceptance
     from harness.nightly.judging.judgement import Judgement
@@ -26,7 +28,7 @@ def show_judgements(found: Sequence[Judgement], verdict: Verdict) -> None:
 
     order = [Verdict.REGRESSION, Verdict.INCONCLUSIVE, Verdict.PASS]
     rows = [
-        (Text(one.metric), Text(one.verdict.value, style=VERDICT_STYLES[one.verdict]), Text(one.summary))
+        (_name(one.metric), Text(one.verdict.value, style=VERDICT_STYLES[one.verdict]), Text(one.summary))
         for one in sorted(found, key=lambda one: order.index(one.verdict))
     ]
     _print(
@@ -44,7 +46,7 @@ def show_night(found: Night) -> None:
         quarantined = f"quarantined: {found.flaky[row.cell]}; " if row.cell in found.flaky else ""
         style = "green" if row.outcome == "pass" else "bold red"
         outcome = Text(row.outcome, style="yellow" if quarantined else style)
-        rows.append((Text(row.cell), outcome, f"{row.seconds:.1f}", f"{row.memory / (1 << 30):.2f}", Text(quarantined + row.summary)))
+        rows.append((_name(row.cell), outcome, f"{row.seconds:.1f}", f"{row.memory / (1 << 30):.2f}", Text(quarantined + row.summary)))
     table = plain_table(("cell", "outcome", "seconds", "GiB", "found"), rows, is_lined=True)
     worse = [f"{one.metric}: {one.summary}" for one in found.judgements if one.verdict is Verdict.REGRESSION]
     few = sum(one.verdict is Verdict.INCONCLUSIVE for one in found.judgements)
@@ -88,6 +90,18 @@ def show_figures(found: Sequence[Figures]) -> None:
     ]
     table = plain_table(("noise", "false alarms", *found[0].seen), rows, is_lined=True)
     _print(table, "false alarms: of 50 metrics in 100 nights; changes: share seen in time (3, 15, 20 nights), median night")
+
+
+def _name(name: str) -> Text:
+    """A name that is long for the terminal goes on in the next line behind a slash, not in the middle of a word."""
+    from rich.text import Text
+
+    lines, width = [""], Console().width // 3 - 4
+    for part in re.findall(r"[^/]+/?|/", name):
+        if lines[-1] and len(lines[-1] + part) > width:
+            lines.append("")
+        lines[-1] += part
+    return Text("\n".join(lines))
 
 
 def _night(night: float) -> str:

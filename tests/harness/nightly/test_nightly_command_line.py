@@ -103,3 +103,10 @@ def test_a_history_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.Capt
     code, text = nightly(capsys, "judge", "--history", tmp_path / "none.sqlite")
     assert code == 3 and "there is no history; write one with harness nightly add" in text
     assert not list(tmp_path.iterdir())
+
+
+def test_long_names_go_on_behind_a_slash(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = nightly(capsys, "add", "reference/w4a16/cpu/compress/time.compress", "1", "--history", tmp_path / "h.sqlite")[1]
+    lines = [line.split()[0] for line in text.splitlines() if "/" in line[:26]]
+    assert lines == ["reference/w4a16/cpu/", "compress/time.compress"]
