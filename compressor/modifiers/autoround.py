@@ -177,18 +177,18 @@ class AutoRoundModifier(SchemeModifier):
     ) -> tuple[float, float, int]:
         """Go the steps; return the error on the judges at the start and at the best step, and that step. Changes the roundings."""
         generator = torch.Generator().manual_seed(seed % 2**63)
-        judges = torch.randperm(len(loss), generator=generator)[:_JUDGES].tolist()
+        judges = loss.draw(_JUDGES, generator)
         rate, range_rate = self.lr or 1 / self.iters, self.minmax_lr or self.lr or 1 / self.iters
         every = max(1, self.iters // _MEASUREMENTS)
         before = best = self._measure(loss, floats, roundings, judges)
         kept, best_step = {name: one.state() for name, one in roundings.items()}, 0
         for step in range(1, self.iters + 1):
-            rows = torch.randperm(len(loss), generator=generator)[: self.batch_size].tolist()
+            drawn = loss.draw(self.batch_size, generator)
             share = 1 - (step - 1) / self.iters
             with torch.enable_grad():
                 leaves = {name: one.values().requires_grad_() for name, one in roundings.items()}
                 with weights_tried(floats, leaves):
-                    loss.backward(rows)
+                    loss.backward(drawn)
             for name, leaf in leaves.items():
                 if leaf.grad is not None:  # else no token of these came to the expert
                     roundings[name].step(leaf.grad, rate * share, range_rate * share)

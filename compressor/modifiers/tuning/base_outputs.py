@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,34 +21,11 @@ from compressor.algorithms.scale_tuning import divergence
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import CalibrationError
-from compressor.modifiers.tuning.sequences import cut, joined
+from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
 
 Kind = Literal["hidden", "logits", "states"]
 
 _LOGITS_AT_ONCE = 1 << 23  # numbers of one chunk of logits: 32 MB, of which a backward holds a handful
-
-
-@dataclass(frozen=True)
-class Sequence_:
-    """One sequence of the calibration data.
-
-    Attributes:
-        inputs: of one forward, with a first dimension of 1.
-        mask: bool [1, tokens], True where a token counts; None where all do.
-        kept: what the base gave, [1, tokens, ...].
-        num_tokens: that a forward reads.
-    """
-
-    inputs: Batch
-    mask: Tensor | None
-    kept: Tensor
-    num_tokens: int
-
-    @property
-    def num_counted(self) -> int:
-        """Rows of the output that are compared."""
-        rows = self.kept[..., 0].numel()
-        return rows if self.mask is None or self.mask.numel() != rows else int(self.mask.sum())
 
 
 class _Reached(Exception):
@@ -66,7 +42,8 @@ class BaseOutputs:
 
     Attributes:
         kind: `hidden`, `logits` or `states`.
-        sequences: in the order of the data.
+        sequences: in the order of the data, each of (inputs, what the base gave, mask of tokens that count); whole batches where these
+            cannot be cut.
         num_bytes: of what is kept.
     """
 
@@ -85,17 +62,24 @@ class BaseOutputs:
         self._model, self._device, self._where = model, device, where
         self._head = _head_of(model)
         self.kind: Kind = "states"
-        self.sequences: list[Sequence_] = []
+        self.sequences: list[Piece] = []
+        known: dict[tuple[object, ...], Axes | None] = {}
         with torch.no_grad():
             for number, (batch, mask) in enumerate(zip(data.batches, data.token_masks, strict=True)):
                 own = batch_to(batch, device)
                 if number == 0:
                     self.kind = self._kind(own)
                 kept = self._output(own).detach().to("cpu", copy=True)
-                num_rows = _num_rows(batch, kept)
-                pieces = zip(cut(batch, num_rows), cut(mask, num_rows), cut(kept, num_rows), strict=True)
-                self.sequences += [_sequence(inputs, one, output) for inputs, one, output in pieces]
-        self.num_bytes = sum(sequence.kept.nbytes for sequence in self.sequences)
+                leading = leading_tensor(batch)
+                rows = leading.shape[0] if leading.dim() else 1
+                shapes = tuple(one.shape for one in (*(batch.values() if isinstance(batch, dict) else batch), kept))
+                if shapes not in known:
+                    known[shapes] = find_axes(batch, kept, rows, lambda one: self._output(batch_to(one, device)))
+                tokens = kept[..., 0].numel() if leading.is_floating_point() else leading.numel()
+                axes, mask_axis = known[shapes], None if mask is None else 0
+                self.sequences += cut((batch, kept, mask), rows, tokens, None if axes is None else (*axes, mask_axis))
+        self._counted = [len(_rows(*_kept_of(one))) for one in self.sequences]
+        self.num_bytes = sum(_kept_of(one)[0].nbytes for one in self.sequences)
 
     @property
     def measure(self) -> str:
@@ -128,13 +112,11 @@ class BaseOutputs:
         return sum(self._measured(tree, kept, mask, 1.0 / count) for tree, kept, mask in self._groups(numbers)) / count
 
     def _count(self, numbers: Sequence[int]) -> int:
-        return sum(self.sequences[number].num_counted for number in numbers)
+        return sum(self._counted[number] for number in numbers)
 
     def _groups(self, numbers: Sequence[int]) -> Iterator[tuple[Batch, Tensor, Tensor | None]]:
         """Sequences that run together, on the device of the model."""
-        chosen = [self.sequences[number] for number in numbers]
-        pieces = [(one.inputs, one.kept, one.mask) for one in chosen]
-        for (inputs, kept, mask), _ in joined(pieces, [one.num_tokens for one in chosen]):
+        for inputs, kept, mask in joined([self.sequences[number] for number in numbers]):
             yield batch_to(inputs, self._device), kept.to(self._device), None if mask is None else mask.to(self._device)
 
     def _measured(self, inputs: Batch, kept: Tensor, mask: Tensor | None, share: float | None) -> float:
@@ -233,16 +215,9 @@ def _ends_at(head: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _num_rows(batch: Batch, kept: Tensor) -> int:
-    """How many sequences a batch can be cut into: 1 where some tensor of it has rows of another kind."""
-    num_rows = leading_tensor(batch).shape[0] if leading_tensor(batch).dim() else 1
-    tensors = [*(batch.values() if isinstance(batch, dict) else batch), kept]
-    return num_rows if all(tensor.dim() and tensor.shape[0] == num_rows for tensor in tensors) else 1
-
-
-def _sequence(inputs: Batch, mask: Tensor | None, kept: Tensor) -> Sequence_:
-    leading = leading_tensor(inputs)
-    return Sequence_(inputs, mask, kept, leading.numel() if not leading.is_floating_point() else kept[..., 0].numel())
+def _kept_of(piece: Piece) -> tuple[Tensor, Tensor | None]:
+    """What the base gave, and the mask."""
+    return piece.leaves[-2], piece.leaves[-1]
 
 
 def _rows(output: Tensor, mask: Tensor | None) -> Tensor:

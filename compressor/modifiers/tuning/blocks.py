@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from compressor.errors import CalibrationError
 from compressor.lifecycle import State
-from compressor.modifiers.tuning.sequences import cut, joined
+from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
 from compressor.nn.quantized_linear import is_conv1d
 
 
@@ -58,7 +59,7 @@ class BlockLoss:
     """The squared error of a block's output over sequences that are drawn."""
 
     def __init__(self, block: nn.Module, calls: BlockCalls, device: torch.device, name: str) -> None:
-        """Compute the targets that are missing with the block as it is now: a forward of all calls.
+        """Compute the targets that are missing with the block as it is now, a forward of all calls, and cut calls into sequences.
 
         Args:
             block: uncompressed.
@@ -75,31 +76,43 @@ class BlockLoss:
                 f"{name}: {len(calls.targets)} calls in the uncompressed model and {len(calls.inputs)} in the compressed one do not "
                 "correspond; use target='propagated'"
             )
-        targets = calls.targets or [_kept(self._output(self._to(one))) for one in calls.inputs]
-        self._pieces: list[Any] = []
-        self._tokens: list[int] = []
-        for inputs, target, mask, size in zip(calls.inputs, targets, calls.masks, calls.sizes, strict=True):
-            rows = size[0] if target.dim() and target.shape[0] == size[0] else 1
-            parts = zip(cut(inputs, rows), cut(target, rows), cut(mask, rows), strict=True)
-            self._pieces += list(parts)
-            self._tokens += [target[..., 0].numel() // rows] * rows
+        self._pieces: list[Piece] = []
+        known: dict[str, Axes | None] = {}
+        for number, (inputs, mask, size) in enumerate(zip(calls.inputs, calls.masks, calls.sizes, strict=True)):
+            shapes = str(tree_map(lambda one: (one.shape, one.dtype) if isinstance(one, Tensor) else one, (inputs, size[0])))
+            given = _kept(self._output(self._to(inputs))) if not calls.targets or shapes not in known else calls.targets[number]
+            if shapes not in known:
+                known[shapes] = find_axes(inputs, given, size[0], lambda one: self._output(self._to(one)))
+            target, axes = calls.targets[number] if calls.targets else given, known[shapes]
+            mask_axis = None if mask is None else 0
+            tokens = target[..., 0].numel()
+            self._pieces += cut((inputs, target, mask), size[0], tokens, None if axes is None else (*axes, mask_axis))
 
-    def __len__(self) -> int:
-        """How many sequences there are."""
-        return len(self._pieces)
+    def draw(self, num_sequences: int, generator: torch.Generator) -> list[int]:
+        """Draw pieces.
+
+        Args:
+            num_sequences: in all of them, at most, unless the first has more: calls that cannot be cut are drawn whole.
+            generator: of the numbers.
+
+        Returns:
+            Their numbers, to be handed to `backward`.
+        """
+        order = torch.randperm(len(self._pieces), generator=generator).tolist()
+        rows = accumulate(self._pieces[number].num_rows for number in order)
+        return [number for place, (number, sum_) in enumerate(zip(order, rows, strict=True)) if sum_ <= num_sequences or not place]
 
     def backward(self, numbers: Sequence[int]) -> float:
         """Sum the squared error over some sequences, and add its gradients where grad mode is on.
 
         Args:
-            numbers: of the sequences.
+            numbers: as drawn.
 
         Returns:
             The sum over sequences, tokens that count, and channels.
         """
         total = 0.0
-        pieces, tokens = [self._pieces[one] for one in numbers], [self._tokens[one] for one in numbers]
-        for (inputs, target, mask), _ in joined(pieces, tokens):
+        for inputs, target, mask in joined([self._pieces[one] for one in numbers]):
             error = (self._output(self._to(inputs)).float() - target.to(self._device).float()).square()
             if mask is not None and mask.shape == error.shape[:-1]:
                 error = error[mask.to(self._device)]

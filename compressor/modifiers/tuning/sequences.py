@@ -1,68 +1,151 @@
-"""Batches, or whatever a module is called with, cut into single sequences, and any of these put together again."""
+"""Batches, or whatever a module is called with, cut into single sequences, and any of these put together again.
+
+Shapes do not say where sequences lie in a tensor: an ALiBi bias [batch * heads, 1, tokens] holds them in blocks, M-RoPE positions
+[3, batch, tokens] in the second dimension, and a bias [heads, 1, tokens] in none, even where there are as many heads as sequences. So a
+way to cut is believed when sequences that are put together in another order give what they gave; what cannot be cut so runs as a whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-Pieces = Sequence[Any]
+Axes = tuple[int | None, ...]  # of every leaf of a tree, the dimension in which sequences lie; None: all share it
 
 MOST_TOKENS = 2048  # in a forward with gradients, if it has more than one sequence
+_MOST_WAYS = 32  # that are tried
 
 
-def cut(tree: Any, num_rows: int) -> list[Any]:
-    """Cut along the first dimension.
+@dataclass(frozen=True)
+class Piece:
+    """What runs at once at least: a sequence, or a call that cannot be cut.
+
+    Attributes:
+        leaves: of a tree.
+        spec: of the tree.
+        axes: of its leaves; None where it runs by itself.
+        num_rows: sequences in it.
+        num_tokens: that a forward reads.
+    """
+
+    leaves: list[Any]
+    spec: TreeSpec
+    axes: Axes | None
+    num_rows: int
+    num_tokens: int
+
+
+def cut(tree: Any, num_rows: int, num_tokens: int, axes: Axes | None) -> list[Piece]:
+    """Cut a tree into sequences.
 
     Args:
         tree: tensors in dicts, tuples and lists, beside anything else.
-        num_rows: sequences in it; tensors of another first dimension (positions that all share) go with each.
+        num_rows: sequences in it.
+        num_tokens: in it.
+        axes: of its leaves, as found by `find_axes`; None: the tree stays whole.
 
     Returns:
-        One tree a sequence, of views; the tree itself where nothing can be cut.
+        A piece for each sequence, of views.
     """
     leaves, spec = tree_flatten(tree)
-    if num_rows <= 1:
-        return [tree]
+    if axes is None:
+        return [Piece(leaves, spec, None, num_rows, num_tokens)]
+    columns = [
+        [leaf] * num_rows if axis is None else torch.tensor_split(leaf, num_rows, dim=axis) for leaf, axis in zip(leaves, axes, strict=True)
+    ]
+    return [Piece([column[row] for column in columns], spec, axes, 1, num_tokens // num_rows) for row in range(num_rows)]
 
-    def piece(leaf: Any, row: int) -> Any:
-        return leaf[row : row + 1] if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == num_rows else leaf
 
-    return [tree_unflatten([piece(leaf, row) for leaf in leaves], spec) for row in range(num_rows)]
-
-
-def joined(pieces: Pieces, num_tokens: Sequence[int]) -> Iterator[tuple[Any, list[int]]]:
+def joined(pieces: Sequence[Piece]) -> Iterator[Any]:
     """Put sequences together that can run in one forward.
 
     Args:
-        pieces: what `cut` gave.
-        num_tokens: of each; a forward takes at most MOST_TOKENS, or one sequence.
+        pieces: what `cut` gave; a forward takes at most MOST_TOKENS of them, or one piece.
 
     Yields:
-        A tree, and the numbers of the pieces in it, in order.
+        A tree.
     """
-    group: list[int] = []
-    for number in range(len(pieces)):
-        fits = bool(group) and _alike(pieces[group[0]], pieces[number])
-        if group and not (fits and sum(num_tokens[one] for one in group) + num_tokens[number] <= MOST_TOKENS):
-            yield _together([pieces[one] for one in group]), group
+    group: list[Piece] = []
+    for piece in pieces:
+        if group and not (_alike(group[0], piece) and sum(one.num_tokens for one in group) + piece.num_tokens <= MOST_TOKENS):
+            yield _together(group)
             group = []
-        group.append(number)
+        group.append(piece)
     if group:
-        yield _together([pieces[one] for one in group]), group
+        yield _together(group)
 
 
-def _alike(one: Any, other: Any) -> bool:
-    (mine, my_spec), (theirs, their_spec) = tree_flatten(one), tree_flatten(other)
-    return my_spec == their_spec and all(_stackable(a, b) or _same(a, b) for a, b in zip(mine, theirs, strict=True))
+def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], Tensor]) -> Axes | None:
+    """Find out where sequences lie, by running two of them in another order (a single one twice).
+
+    Args:
+        inputs: tree of a call.
+        output: what the call gave.
+        num_rows: sequences in it.
+        run: gives the output of inputs.
+
+    Returns:
+        Axes of the leaves of (inputs, output): the way that comes closest; None where none comes close.
+    """
+    eps = torch.finfo(output.dtype).eps
+    best, nearest = None, eps**0.5  # farther away, they are other outputs
+    for axes in islice(_ways((inputs, output), num_rows), _MOST_WAYS):
+        pieces = cut((inputs, output), num_rows, num_rows, axes)
+        if not _alike(pieces[-1], pieces[0]):
+            continue
+        distance = _distance(run, *_together([pieces[-1], pieces[0]]))
+        if distance < nearest:
+            best, nearest = axes, distance
+        if distance < eps:
+            break
+    return best
 
 
-def _stackable(a: Any, b: Any) -> bool:
-    both = isinstance(a, Tensor) and isinstance(b, Tensor)
-    return both and a.dim() > 0 and a.shape[0] == 1 and a.shape == b.shape and a.dtype == b.dtype
+def _ways(tree: Any, num_rows: int) -> Iterator[Axes]:
+    """All combinations, the most usual first; leaves of one shape are cut alike."""
+    leaves = tree_flatten(tree)[0]
+    shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
+    options = {shape: _options(shape, num_rows) for shape in dict.fromkeys(shapes)}
+    for chosen in product(*options.values()):
+        axes = tuple(dict(zip(options, chosen, strict=True))[shape] for shape in shapes)
+        if axes[-1] is not None:  # else the output would be no sequence's
+            yield axes
+
+
+def _options(shape: torch.Size | None, num_rows: int) -> list[int | None]:
+    if not shape:
+        return [None]
+    exact: list[int | None] = [axis for axis, size in enumerate(shape[:2]) if size == num_rows]
+    blocks: list[int | None] = [0] if shape[0] > num_rows and shape[0] % num_rows == 0 else []
+    return [*exact, None, *blocks] if shape[0] == num_rows else [None, *exact, *blocks]
+
+
+def _distance(run: Callable[[Any], Tensor], inputs: Any, expected: Tensor) -> float:
+    try:
+        found = run(inputs).to(expected.device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError):  # shapes that do not fit
+        return float("inf")
+    if found.shape != expected.shape:
+        return float("inf")
+    gap = (found.double() - expected.double()).nan_to_num()  # of tokens that see nothing
+    return float(gap.norm() / expected.double().nan_to_num().norm().clamp(min=1e-30))
+
+
+def _alike(one: Piece, other: Piece) -> bool:
+    if one.axes is None or one.axes != other.axes or one.spec != other.spec:
+        return False
+    return all(
+        _same(a, b) if axis is None else a.shape == b.shape and a.dtype == b.dtype
+        for a, b, axis in zip(one.leaves, other.leaves, one.axes, strict=True)
+    )
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -71,15 +154,11 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def _together(pieces: Pieces) -> Any:
-    if len(pieces) == 1:
-        return pieces[0]
-    columns = zip(*(tree_flatten(piece)[0] for piece in pieces), strict=True)
-    return tree_unflatten([_leaf(column) for column in columns], tree_flatten(pieces[0])[1])
-
-
-def _leaf(column: Sequence[Any]) -> Any:
-    """One leaf for all: what they share, or their rows."""
-    if all(one is column[0] for one in column) or not _stackable(column[0], column[1]):
-        return column[0]
-    return torch.cat(list(column))
+def _together(pieces: Sequence[Piece]) -> Any:
+    """One tree for all: of each leaf what they share, or their rows."""
+    first = pieces[0]
+    if len(pieces) == 1 or first.axes is None:
+        return tree_unflatten(first.leaves, first.spec)
+    columns = zip(*(piece.leaves for piece in pieces), strict=True)
+    leaves = [column[0] if axis is None else torch.cat(column, dim=axis) for column, axis in zip(columns, first.axes, strict=True)]
+    return tree_unflatten(leaves, first.spec)

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from compressor import load_compressed, oneshot
 from compressor.algorithms.autoround import LearnedRounding
@@ -187,3 +196,19 @@ def test_padding_is_not_aimed_at() -> None:
     padded = oneshot(llama(), recipe=recipe(iters=4), dataset=data, batch_size=8)
     apart = oneshot(llama(), recipe=recipe(iters=4), dataset=data, batch_size=1)
     assert details(padded)["block_loss_before"] == pytest.approx(details(apart)["block_loss_before"], rel=1e-3)
+
+
+ALIBI: dict[str, Any] = {
+    "bloom, [batch * heads, 1, tokens]": lambda: BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4)),
+    "mpt, [heads, 1, tokens] in batches of as many": lambda: MptForCausalLM(MptConfig(vocab_size=96, d_model=32, n_layers=1, n_heads=4)),
+}
+
+
+@pytest.mark.parametrize("name", ALIBI)
+def test_a_bias_by_heads_goes_with_the_sequences_that_are_drawn(name: str) -> None:
+    def run(batch_size: int) -> float:
+        torch.manual_seed(0)
+        result = oneshot(ALIBI[name]().eval(), recipe=recipe(iters=1, batch_size=3), dataset=TOKENS[:8], batch_size=batch_size)
+        return float(next(iter(result.report.modules.values())).details["block_loss_before"])
+
+    assert run(4) == pytest.approx(run(1), rel=1e-4)

@@ -1,0 +1,69 @@
+"""Calls are cut where their sequences lie, which is proved by running them in another order, or stay whole"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compressor.modifiers.tuning.sequences import cut, find_axes, joined
+
+ROWS, HEADS, LENGTH = 4, 4, 6  # as many heads as rows, so that shapes do not tell
+DRAW = torch.Generator().manual_seed(3)
+HIDDEN = torch.randn(ROWS, LENGTH, 8, generator=DRAW)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=DRAW)
+
+
+def by_blocks(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias.reshape(len(x), HEADS, LENGTH).mean(1).unsqueeze(-1)
+
+
+def by_heads(x: Tensor, bias: Tensor) -> Tensor:
+    return x + (torch.arange(1.0, HEADS + 1)[:, None, None] * bias).sum(0).unsqueeze(-1)
+
+
+def by_axes_of_positions(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias[0].unsqueeze(-1) + 2 * bias[-1].unsqueeze(-1)
+
+
+def over_the_batch(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias.sum() * x.mean(0, keepdim=True)
+
+
+WAYS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor, int | None]] = {
+    "blocks": (by_blocks, rand(ROWS * HEADS, 1, LENGTH), 0),
+    "shared": (by_heads, rand(HEADS, 1, LENGTH), None),
+    "second": (by_axes_of_positions, rand(ROWS, ROWS, LENGTH), 1),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_where_sequences_lie_is_found(name: str, transposed: bool) -> None:
+    block, bias, axis = WAYS[name]
+
+    def run(inputs: tuple[Tensor, Tensor]) -> Tensor:
+        x, given = inputs
+        return block(x.transpose(0, 1), given).transpose(0, 1) if transposed else block(x, given)
+
+    inputs = HIDDEN.transpose(0, 1) if transposed else HIDDEN, bias
+    axes = find_axes(inputs, run(inputs), ROWS, run)
+    assert axes == (int(transposed), axis, int(transposed))
+    pieces = cut((inputs, run(inputs)), ROWS, ROWS * LENGTH, axes)
+    together = list(joined([pieces[2], pieces[0], pieces[3]]))
+    assert len(together) == 1
+    torch.testing.assert_close(run(together[0][0]), together[0][1])
+
+
+def test_a_call_whose_sequences_depend_on_each_other_stays_whole() -> None:
+    inputs = HIDDEN, rand(1)
+    axes = find_axes(inputs, over_the_batch(*inputs), ROWS, lambda given: over_the_batch(*given))
+    assert axes is None
+    (piece,) = cut(inputs, ROWS, ROWS * LENGTH, axes)
+    assert piece.num_rows == ROWS
+    assert len(list(joined([piece, piece]))) == 2
