@@ -22,8 +22,7 @@ from compressor.conversion.workers import run_units
 from compressor.errors import AlreadyDoneError, NumericsError, UserInputError
 from compressor.lifecycle import ModuleRecord, Report, Session, State
 from compressor.model.checkpoints.save import as_pretrained, save_empty, write_record
-from compressor.model.class_readers import check_readable, class_notes
-from compressor.model.experts.format import reader_notes
+from compressor.model.class_readers import check_readable, reading_notes
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.folder import read_json, some
 from compressor.model.loading.empty import EmptyModel, load_empty
@@ -148,7 +147,7 @@ def _prepare(empty: EmptyModel, modifier: QuantizationModifier, device: torch.de
         experts.keep(schemes)
         experts.forget()
         check_readable(schemes, model)
-        readers = [*reader_notes(model, schemes), *class_notes(model, schemes)]
+        readers = reading_notes(model, schemes)
         for note in readers:
             warnings.warn(note, UserWarning, stacklevel=4)
         notes = [*state.report.notes, *experts.describe()]

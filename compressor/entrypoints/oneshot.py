@@ -25,10 +25,9 @@ from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoints.audit import check_values
 from compressor.model.checkpoints.save import MAX_SHARD_BYTES, save_checkpoint
-from compressor.model.class_readers import buffer_notes, check_readable, class_notes, module_notes
+from compressor.model.class_readers import buffer_notes, check_readable, module_notes, reading_notes
 from compressor.model.disk_room import check_room
 from compressor.model.evaluation import check_dtypes_around
-from compressor.model.experts.format import reader_notes
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
 from compressor.model.folder import resolve_folder
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_processor, resolve_tokenizer, untie
@@ -364,7 +363,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
     if not place.may_be_done:
         check_room(state.model, schemes, place.output_dir, place.run_dir)
     odd = module_notes(state.model) if state.keep_originals else []
-    for note in (*reader_notes(state.model, schemes), *class_notes(state.model, schemes), *odd):
+    for note in (*reading_notes(state.model, schemes, kv[0] if kv else None), *odd):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
         if to_disk:
             warnings.warn(note, UserWarning, stacklevel=4)

@@ -11,6 +11,8 @@ from torch import nn
 
 from compressor.errors import ModelError, SchemeError
 from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once
+from compressor.model.experts.format import reader_notes
+from compressor.model.experts.unfuse import weight_converters
 from compressor.model.folder import some
 from compressor.model.targets import ends_of, other_names
 from compressor.nn import QuantizedLayer
@@ -19,6 +21,7 @@ from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 # Settings of modules that say nothing of what a forward computes, or that shapes of weights say better: a layer's number, a size.
 _NO_MATTER = ("training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def check_readable(
@@ -47,7 +50,49 @@ def check_readable(
     check_schemes(schemes, model, kv_cache_scheme, dtype)
 
 
-def class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+def reading_notes(
+    model: nn.Module, schemes: Mapping[str, QuantizationScheme], kv_cache_scheme: QuantizationArgs | None = None
+) -> list[str]:
+    """Say what a user must know about who reads a checkpoint of this model, before the run.
+
+    Args:
+        model: compressed or not, with its experts taken apart; not changed.
+        schemes: dotted name of every module that is or will be quantized to its scheme.
+        kv_cache_scheme: format of keys and values, None where they are not quantized.
+
+    Returns:
+        Sentences; none where transformers runs it as it is.
+    """
+    kv = [] if kv_cache_scheme is None else _kv_notes(model, schemes)
+    return [*reader_notes(model, schemes, has_kv=kv_cache_scheme is not None), *_class_notes(model, schemes), *kv]
+
+
+def _kv_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+    """Say why transformers stops at keys and values: compressed-tensors counts heads, and merged weights are unpacked."""
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return []
+    config = model.config.get_text_config(decoder=True)
+    uncounted = [name for name in _HEADS if not hasattr(config, name)]
+    merged = [] if schemes else [target for one in weight_converters(model) if _collects(one) for target in one.target_patterns]
+    reasons = [
+        *(f"its config has no {name}, of which compressed-tensors asks for the scales" for name in uncounted),
+        *(f"it merges weights into {name} while it loads, and looks for a scheme of weights there" for name in merged[:1]),
+    ]
+    return [
+        f"transformers does not load {type(model).__name__} with quantized keys and values ({one}); compressor.load_compressed reads the "
+        "checkpoint"
+        for one in reasons
+    ]
+
+
+def _collects(converter: Any) -> bool:
+    """Whether transformers would unpack what this converter merges."""
+    return all(source.endswith(".weight") for source in converter.source_patterns)
+
+
+def _class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
     """Say why transformers stops at a checkpoint of this model, though its schemes could be read.
 
     transformers calls `_init_weights` for modules whose weights it has not found under the name `weight`. Most classes ask whether there

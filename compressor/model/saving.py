@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from compressor.errors import ModelError, SchemeError, UserInputError
 from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.checkpoints.save import MAX_SHARD_BYTES, as_pretrained, save_checkpoint
-from compressor.model.class_readers import check_readable
-from compressor.model.experts.format import reader_notes
+from compressor.model.class_readers import check_readable, reading_notes
 from compressor.model.folder import some
 from compressor.nn import QuantizedLayer, float_layer
 from compressor.nn.kv_cache import kv_scheme_of
@@ -80,7 +79,7 @@ def save_compressed(
     """
     schemes = {name: layer.scheme for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
     check_readable(schemes, model, kv_scheme_of(model))
-    for note in (*reader_notes(model, schemes), *rotation_notes(model)):
+    for note in (*reading_notes(model, schemes, kv_scheme_of(model)), *rotation_notes(model)):
         warnings.warn(note, UserWarning, stacklevel=3)
     return save_checkpoint(
         model,

@@ -27,7 +27,7 @@ from compressor.numerics.quantize import dequantize, dynamic_qparams, quantize
 from compressor.numerics.scheme import QuantizationArgs
 
 # Attention modules are told by these names, as compressed-tensors tells them.
-_PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
+PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value")
 _ARGS_ATTRIBUTE, _HANDLE_ATTRIBUTE = "kv_cache_args", "_kv_cache_handle"
 PARTS = ("k", "v")
@@ -266,7 +266,7 @@ def num_kv_heads(attention: nn.Module, where: str) -> int:
 
 
 def _is_cached_attention(module: nn.Module) -> bool:
-    if "attention" not in type(module).__name__.lower() or not any(hasattr(module, name) for name in _PROJECTIONS):
+    if "attention" not in type(module).__name__.lower() or not any(hasattr(module, name) for name in PROJECTIONS):
         return False
     return any(name in inspect.signature(module.forward).parameters for name in _CACHE_ARGUMENTS)
 

@@ -204,7 +204,7 @@ class TrainingRun:
             if session is not None:
                 session.initialize()
                 if self.place.output_dir is not None:
-                    check_saveable(session.modifiers, self.loaded.model, self.save_dtype)
+                    state.report.notes += check_saveable(session.modifiers, self.loaded.model, self.save_dtype)
             self._check_room()
             trainer = self._trainer(session)
             loop = Loop(trainer, self.order, self.held_out, self.num_steps, self.settings, states, shows=self.shows, monitor=self.monitor)

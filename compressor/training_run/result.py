@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier, Report
 from compressor.model.checkpoints.save import save_checkpoint
-from compressor.model.class_readers import check_readable
+from compressor.model.class_readers import check_readable, reading_notes
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel, check_float16
 from compressor.modifiers.schemes.base import SchemeModifier
@@ -163,13 +164,16 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
         check_float16(model, "save_dtype")
 
 
-def check_saveable(modifiers: Sequence[Modifier], model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse, before the first step, what transformers would not read back from the checkpoint, as oneshot does.
+def check_saveable(modifiers: Sequence[Modifier], model: nn.Module, dtype: torch.dtype | None) -> list[str]:
+    """Refuse, before the first step, what transformers would not read back from the checkpoint, as oneshot does, and warn as it does.
 
     Args:
         modifiers: initialized.
         model: not yet changed by them.
         dtype: of the checkpoint; None for that of the weights.
+
+    Returns:
+        What it has warned of.
 
     Raises:
         SchemeError: see `check_readable`.
@@ -178,6 +182,10 @@ def check_saveable(modifiers: Sequence[Modifier], model: nn.Module, dtype: torch
     schemes = {name: scheme for part in parts for name, scheme in part.schemes.items()}
     kv = next((part.kv_cache_scheme for part in parts if part.kv_cache_scheme is not None), None)
     check_readable(schemes, model, kv, dtype)
+    notes = reading_notes(model, schemes, kv)
+    for note in notes:
+        warnings.warn(note, UserWarning, stacklevel=4)
+    return notes
 
 
 def save_trained(loaded: LoadedModel, tokenizer: Any, output_dir: Path | None, record: dict[str, Any], token: str | None) -> Path | None:

@@ -46,12 +46,13 @@ def reader_problems(model: nn.Module, schemes: Mapping[str, QuantizationScheme])
     return list(found)
 
 
-def reader_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+def reader_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme], *, has_kv: bool) -> list[str]:
     """Say what a user must know about reading a checkpoint with quantized experts, before the run.
 
     Args:
         model: with its experts taken apart.
         schemes: dotted name of every module that will be quantized to its scheme.
+        has_kv: whether keys and values are quantized.
 
     Returns:
         Sentences; empty for a model without quantized experts.
@@ -63,12 +64,13 @@ def reader_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) ->
     if problems:
         return [f"transformers 5.23 will not load these experts, but leave them random or stop: {one}; {_OTHERS}" for one in problems]
     inputs = [scheme.input_activations for scheme in schemes.values() if scheme.input_activations is not None]
-    if not inputs:
+    left = [*(["inputs"] if inputs else []), *(["keys and values"] if has_kv else [])]
+    if not left:
         return []
     static = "" if all(args.dynamic for args in inputs) else ", and it calls their input scales unexpected"
     return [
-        "transformers 5.23 dequantizes a model with quantized experts while it loads: the weights are the same, but inputs are not "
-        f"quantized there{static}"
+        "transformers 5.23 dequantizes a model with quantized experts while it loads: the weights are the same, but "
+        f"{' and '.join(left)} are not quantized there{static}"
     ]
 
 

@@ -18,7 +18,16 @@ from compressor.errors import CalibrationError, NumericsError, TargetError
 from compressor.lifecycle import State
 from compressor.model.targets import matches
 from compressor.modifiers.schemes.input_statistics import own_tokens
-from compressor.nn.kv_cache import PARTS, attach_kv_quantizer, attention_modules, check_kv_args, kv_args, num_kv_heads, with_view
+from compressor.nn.kv_cache import (
+    PARTS,
+    PROJECTIONS,
+    attach_kv_quantizer,
+    attention_modules,
+    check_kv_args,
+    kv_args,
+    num_kv_heads,
+    with_view,
+)
 from compressor.numerics import Observer, QuantizationArgs, make_observer
 
 
@@ -58,8 +67,8 @@ class KVCacheTargets(BaseModel):
             Dotted name to module; empty without a kv_cache_scheme.
 
         Raises:
-            TargetError: no attention module keeps keys and values in a cache, the model has an encoder and a decoder, or they are quantized
-                already, or `ignore` names attention modules and nothing else.
+            TargetError: readers would quantize keys and values in no attention module, the model has an encoder and a decoder, or they are
+                quantized already, or `ignore` names attention modules and nothing else.
             SchemeError: one scale per head was asked of a module that does not say how many it has.
         """
         if self.kv_cache_scheme is None:
@@ -67,7 +76,10 @@ class KVCacheTargets(BaseModel):
         found = attention_modules(model)
         where = f"{type(self).__name__}.kv_cache_scheme"
         if not found:
-            raise TargetError(f"{where}: no attention module of {type(model).__name__} keeps keys and values in a cache; leave it out")
+            raise TargetError(
+                f"{where}: {type(model).__name__} has no attention module in which readers would quantize keys and values (its class named "
+                f"*Attention*, with {', '.join(PROJECTIONS)}, and handed the cache); leave it out"
+            )
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
             raise TargetError(f"{where}: a cache of encoder and decoder cannot be quantized; leave it out for {type(model).__name__}")
         taken = next((name for name, module in found.items() if kv_args(module) is not None), None)

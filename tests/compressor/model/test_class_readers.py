@@ -1,0 +1,83 @@
+"""What transformers does not read of quantized keys and values is said before the run, and by save_pretrained; all else it reads"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from compressor import load_compressed, oneshot
+from compressor.errors import TargetError
+from compressor.model.loading.load import quiet_transformers
+
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+EXPERTS = {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama": {"intermediate_size": 32},
+    "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 32},
+    "Mixtral": EXPERTS,
+    "GPTNeoX": {"intermediate_size": 32},
+    "Bloom": {},
+}
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+WEIGHTS = {"num_bits": 4, "group_size": 16}
+ATTENTION, ALL = r"re:.*self_attn\..*", "Linear"
+UNCOUNTED, MERGED = "its config has no num_key_value_heads", "merges weights into .experts"
+TOKENS = torch.arange(48).reshape(4, 12)
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **MODELS[kind]})
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "said"),
+    [
+        ("Llama", None, None),
+        ("OPT", None, UNCOUNTED),
+        ("OPT", ALL, UNCOUNTED),
+        ("Mixtral", None, MERGED),
+        ("Mixtral", ATTENTION, None),
+        ("Mixtral", ALL, "but keys and values are not quantized there"),
+    ],
+)
+def test_what_transformers_does_not_read_is_said_before_the_run(kind: str, target: str | None, said: str | None, tmp_path: Path) -> None:
+    groups = {} if target is None else {"ignore": ["lm_head"], "config_groups": {"g": {"targets": [target], "weights": WEIGHTS}}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = oneshot(model_of(kind), recipe={"QuantizationModifier": {"kv_cache_scheme": KV, **groups}}, dataset=TOKENS,
+                         output_dir=tmp_path / "out")  # fmt: skip
+        result.model.save_pretrained(tmp_path / "again")
+    found = [str(one.message) for one in caught if said is not None and said in str(one.message)]
+    assert len(found) == (0 if said is None else 2)  # save_pretrained says so, too
+    assert (said is None) == (not [note for note in result.report.notes if "transformers" in note])
+    assert torch.equal(logits(load_compressed(tmp_path / "out")), logits(result.model))
+    assert (said is None) == _transformers_agrees(tmp_path / "out", logits(result.model))
+
+
+def _transformers_agrees(folder: Path, expected: torch.Tensor) -> bool:
+    try:
+        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+            return torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(folder).eval()), expected)
+    except (ValueError, RuntimeError):
+        return False
+
+
+@pytest.mark.parametrize("kind", ["GPTNeoX", "Bloom"])
+def test_attention_that_readers_do_not_know_is_refused_as_that(kind: str) -> None:
+    with pytest.raises(TargetError, match=rf"{kind}ForCausalLM has no attention module in which readers would quantize keys and values"):
+        oneshot(model_of(kind), recipe={"QuantizationModifier": {"kv_cache_scheme": KV}}, dataset=TOKENS)
