@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
 
 from compressor.errors import UserInputError
-from harness.errors import HarnessError
 from harness.onnx_graph.contracts.base import Contract, Finding, Pair
-from harness.onnx_graph.graph.drawn_inputs import example_inputs, full_size_inputs, id_limits, nudged, other_inputs
-from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, Session, output_rows, random_operators
+from harness.onnx_graph.graph.drawn_inputs import (
+    example_inputs,
+    full_size_inputs,
+    id_limits,
+    inputs_of,
+    nudged,
+    open_axes,
+    other_inputs,
+    resized_inputs,
+)
+from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
 from harness.onnx_graph.graph.view import load_graph
 
 
@@ -51,14 +60,20 @@ _LEAST_DB = 20.0
 """Below it the exported graph decides nothing itself."""
 
 
+_BEFORE, _AFTER = "the exported graph", "the optimized graph"
+Drawing = tuple[Mapping[str, np.ndarray], list[Any]]
+"""Inputs, and what the exported graph makes of them."""
+
+
 class NumericEqual(Contract):
     """Both graphs compute the same on the same inputs, within the limit of a policy.
 
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
     limit that its integer kernels need (source: measured, see the README of this room).
 
-    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew. What the
-    exported graph refuses keeps its first values, and a note names what had the same values throughout. Under `golden` all floats are
+    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew, and once
+    all open sizes are others. What the exported graph refuses keeps its first values, and a note names what had the same values or size
+    throughout; what it takes and the optimized graph refuses is a violation. Under `golden` all floats are
     large at once in one more drawing, where rounding grows: the limit is then what inputs that moved by one rounding leave, less 20 dB.
     Outputs are compared in their order: a name that moved to another output is a violation, a new name is a note, for exporters number
     outputs that nobody names.
@@ -67,6 +82,7 @@ class NumericEqual(Contract):
     violation. An error passes if it has less than a billionth of an output's energy and less than a thousandth (3 % in amplitude) of each
     slice along an axis that it lies in; at 35 dB less than 1/3000, and a small slice may be wrong altogether. Of ids, places and truth
     values (integers of 4 bytes or more) one in 31,623 may be another, at 35 dB one in 56: ties that fall the other way.
+    Numbers that a mask filled in (1000 and more, a hundred times all others, the same at several places) are judged by themselves.
     """
 
     def __init__(self, policy: str = "golden", inputs: Mapping[str, np.ndarray] | None = None, seed: int = 0) -> None:
@@ -103,26 +119,34 @@ class NumericEqual(Contract):
             return [self.not_analysed(f"the graph draws random numbers, so two runs differ: {'; '.join(drawn)}; export it for inference")]
         if changed := _interface_changed(pair):
             return [self.violated(text) for text in changed]
-        drawings = self._drawings(pair)
-        after = Session(pair.after, self._policy)
+        try:
+            first = self._inputs if self._inputs is not None else example_inputs(pair.before, self._seed)
+        except UserInputError as error:
+            return [self.not_analysed(str(error))]
+        try:
+            return [*self._renamed(pair), *self._compared(pair, first)]
+        except GraphRefused as error:
+            is_damage = error.graph == _AFTER and not error.is_unknown
+            return [self.violated(f"{error}; {_BEFORE} can") if is_damage else self.not_analysed(str(error))]
+
+    def _compared(self, pair: Pair, first: Mapping[str, np.ndarray]) -> list[Finding]:
+        drawings = self._drawings(pair, first)
+        after = Session(pair.after, self._policy, _AFTER)
         names = [value.name for value in pair.before.graph.output]
         rows = [output_rows(names, expected, after.run(inputs)) for inputs, expected in drawings]
-        for name, *values in zip(names, *(expected for _, expected in drawings), strict=True):
-            if len(values) > 1 and all(np.array_equal(values[0], other, equal_nan=values[0].dtype.kind == "f") for other in values[1:]):
+        for name, *values in zip(names, *(expected for inputs, expected in drawings if _is_as_large(inputs, first)), strict=True):
+            if len(values) > 1 and all(_is_same(values[0], other) for other in values[1:]):
                 pair.notes.append(f"{self.name}: output {name} did not change with the inputs that were drawn, so it says little of them")
-        judged = [self._judge(pair, list(several)) for several in zip(*rows, strict=True)]
-        found = [finding for finding in judged if finding is not None] or self._at_full_size(pair, drawings[0][0], after)
-        return [*self._renamed(pair), *found]
+        judged = [self._judge(pair, several) for several in zip(*rows, strict=True)]
+        return [finding for finding in judged if finding is not None] or self._at_full_size(pair, first, after)
 
-    def _drawings(self, pair: Pair) -> list[tuple[Mapping[str, np.ndarray], list[np.ndarray]]]:
-        """Inputs, and what the exported graph makes of them. Of a drawing that it refuses, what it takes is kept."""
-        before = Session(pair.before, POLICIES["golden"])
-        first = self._inputs if self._inputs is not None else example_inputs(pair.before, self._seed)
-        drawings = [(first, before.run(first))]
+    def _drawings(self, pair: Pair, first: Mapping[str, np.ndarray]) -> list[Drawing]:
+        """Draw again. Of a drawing that the exported graph refuses, what it takes is kept."""
+        before = Session(pair.before, POLICIES["golden"], _BEFORE)
+        drawings: list[Drawing] = [(first, before.run(first))]
         if self._inputs is not None:
             return drawings
-        for other in other_inputs(pair.before, first, self._seed):
-            drawings.append(_accepted(before, first, other))
+        drawings += [_accepted(before, first, other) for other in other_inputs(pair.before, first, self._seed)]
         for name, rows in id_limits(pair.before).items():
             used = len(np.unique(np.concatenate([one[name].ravel() for one, _ in drawings]))) if name in first else rows
             if used < rows:
@@ -130,6 +154,11 @@ class NumericEqual(Contract):
         same = [name for name, one in first.items() if one.size and all(np.array_equal(one, other[name]) for other, _ in drawings)]
         if same:
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
+        drawings += _first_accepted(before, resized_inputs(pair.before, self._seed))
+        fixed = [place for place in open_axes(pair.before) if len({one[place[0]].shape[place[1]] for one, _ in drawings}) == 1]
+        if fixed:
+            shown = ", ".join(f"axis {axis} of {name}" for name, axis in fixed)
+            pair.notes.append(f"{self.name}: open sizes were not varied, as {_BEFORE} refuses the others that were tried: {shown}")
         return drawings
 
     def _at_full_size(self, pair: Pair, first: Mapping[str, np.ndarray], after: Session) -> list[Finding]:
@@ -137,16 +166,16 @@ class NumericEqual(Contract):
         large = full_size_inputs(pair.before, first, self._seed)
         if large is None or self._inputs is not None or self._policy is not POLICIES["golden"]:
             return []
-        before = Session(pair.before, self._policy)
+        before = Session(pair.before, self._policy, _BEFORE)
         try:
             expected, moved = before.run(large), before.run(nudged(large, self._seed))
-        except HarnessError:
+        except GraphRefused:
             pair.notes.append(f"{self.name}: inputs that are all large were not looked at; the exported graph refuses them")
             return []
         names = [value.name for value in pair.before.graph.output]
         rounding, rows = output_rows(names, expected, moved), output_rows(names, expected, after.run(large))
         found = []
-        for own, row in zip(rounding, rows, strict=True):
+        for own, row in ((own, row) for pairs in zip(rounding, rows, strict=True) for own, row in zip(*pairs, strict=False)):
             limit = min(self._policy.min_sqnr_db, own.sqnr_db - _ROUNDING_MARGIN_DB)
             if own.changed or limit < _LEAST_DB:
                 pair.notes.append(f"{self.name}: output {own.name} says nothing where all inputs are large: rounding decides it")
@@ -154,14 +183,12 @@ class NumericEqual(Contract):
                 found.append(self.violated(f"{row.text(limit)}, where all inputs are large"))
         return found
 
-    def _judge(self, pair: Pair, rows: Sequence[OutputRow]) -> Finding | None:
+    def _judge(self, pair: Pair, drawings: Sequence[Sequence[OutputRow]]) -> Finding | None:
         """One output on every drawing. One that says nothing on some is judged by the others."""
-        limit = self._policy.min_sqnr_db
-        wrong = next(
-            (f"{row.text(limit)}{f', on drawing {at} of {len(rows)}' * (at > 1)}" for at, row in enumerate(rows, 1) if row.wrong(limit)), ""
-        )
-        if wrong:
-            return self.violated(wrong)
+        limit, rows = self._policy.min_sqnr_db, [row for drawing in drawings for row in drawing]
+        for at, drawing in enumerate(drawings, 1):
+            if wrong := next((row.text(limit) for row in drawing if row.wrong(limit)), ""):
+                return self.violated(f"{wrong}{f', on drawing {at} of {len(drawings)}' * (at > 1)}")
         told = [row for row in rows if not row.unknown]
         if not told:
             return self.not_analysed(rows[0].unknown)
@@ -177,30 +204,51 @@ class NumericEqual(Contract):
         return [self.violated(f"output {was}: {now} is found in its place") for was, now in pairs if was in names[1]]
 
 
-def _accepted(
-    graph: Session, first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]
-) -> tuple[Mapping[str, np.ndarray], list[np.ndarray]]:
+def _is_as_large(inputs: Mapping[str, np.ndarray], first: Mapping[str, np.ndarray]) -> bool:
+    return all(inputs[name].shape == one.shape for name, one in first.items())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    left, right = arrays_of(one), arrays_of(other)
+    return len(left) == len(right) and all(
+        np.array_equal(*both, equal_nan=both[0].dtype.kind == "f") for both in zip(left, right, strict=True)
+    )
+
+
+def _first_accepted(graph: Session, several: Iterator[Mapping[str, np.ndarray]]) -> list[Drawing]:
+    for inputs in several:
+        try:
+            return [(inputs, graph.run(inputs))]
+        except GraphRefused:
+            continue
+    return []
+
+
+def _accepted(graph: Session, first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> Drawing:
     """Run on other inputs; where the graph refuses them, on those of the others that it takes one by one."""
     try:
         return other, graph.run(other)
-    except HarnessError:
+    except GraphRefused:
         kept, outputs = dict(first), graph.run(first)
     for name, array in other.items():
         try:
             outputs = graph.run(kept | {name: array})
-        except HarnessError:
+        except GraphRefused:
             continue
         kept[name] = array
     return kept, outputs
 
 
 def _interface_changed(pair: Pair) -> list[str]:
-    """Outputs that came or went, and inputs of another type or size: who runs the graph would notice before any number differs."""
+    """Outputs that came or went, inputs that are new or others: who runs the graph would notice before any number differs."""
     outputs = [[value.name for value in one.graph.output] for one in (pair.before, pair.after)]
     if len(outputs[0]) != len(outputs[1]):
         found = [f"output {name} is gone" for name in outputs[0] if name not in outputs[1]]
         found += [f"output {name} is new" for name in outputs[1] if name not in outputs[0]]
         return found or [f"{len(outputs[0])} outputs became {len(outputs[1])}"]
+    known = {value.name for value in pair.before.graph.input}
+    if new := [value.name for value in inputs_of(pair.after) if value.name not in known]:
+        return [f"input {name} is new: {_AFTER} does not run without it" for name in new]
     inputs = [{value.name: value.type.tensor_type for value in one.graph.input} for one in (pair.before, pair.after)]
     both = [(f"input {name}", inputs[0][name], now) for name, now in inputs[1].items() if name in inputs[0]]
     kind = onnx.TensorProto.DataType.Name

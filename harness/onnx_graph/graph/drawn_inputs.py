@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,49 @@ import onnx
 
 from compressor.errors import UserInputError
 
-_DEFAULT_DIMENSION = 2
-_DEFAULT_LENGTH = 7
 _MOST_ELEMENTS = 2**28
 _MOST_TRIES = 8
 _MOST_FLAGS = 6
 _WIDE = range(-200, 200)  # what integers are drawn from that index no table; a graph that refuses them keeps the first ones, 0 and 1
 
 
-def example_inputs(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class Sizes:
+    """What open sizes are drawn as; those of one name are equal.
+
+    Attributes:
+        first: of a first axis.
+        other: of any other axis.
+        apart: what each further name adds, so that no two are equal.
+        named: so far.
+    """
+
+    first: int = 2
+    other: int = 7
+    apart: int = 0
+    named: dict[str, int] = field(default_factory=dict)
+
+    def of(self, dimension: Any, axis: int) -> int:
+        """Return the size of one axis.
+
+        Args:
+            dimension: as the graph declares it.
+            axis: of its input.
+
+        Returns:
+            What is declared, or what is drawn.
+        """
+        if not _is_open(dimension):
+            return int(dimension.dim_value)
+        size = (self.first if axis == 0 else self.other) + self.apart * len(self.named)
+        return self.named.setdefault(dimension.dim_param, size) if dimension.dim_param else size
+
+
+def _is_open(dimension: Any) -> bool:
+    return not (dimension.HasField("dim_value") and dimension.dim_value >= 0)  # -1 is how some exporters say: open
+
+
+def example_inputs(model: onnx.ModelProto, seed: int = 0, sizes: Sizes | None = None) -> dict[str, np.ndarray]:
     """Draw inputs that a graph accepts.
 
     Masks are ones, flags are true, ids stay within the tables that they index, symbolic dimensions of one name have one size.
@@ -30,6 +65,7 @@ def example_inputs(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarra
     Args:
         model: not modified.
         seed: of the draw.
+        sizes: of what is open; None for 2 along a first axis and 7 along others.
 
     Returns:
         Name to array.
@@ -38,10 +74,35 @@ def example_inputs(model: onnx.ModelProto, seed: int = 0) -> dict[str, np.ndarra
         UserInputError: an input has no shape or a type that cannot be drawn; pass inputs.
     """
     draw = np.random.default_rng(seed)
+    limits, drawn = id_limits(model), sizes or Sizes()
+    return {value.name: _draw(value, draw, limits.get(value.name), drawn) for value in inputs_of(model)}
+
+
+def inputs_of(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
+    """Return what a caller must give: the inputs without those that have a value in the file."""
     held = {tensor.name for tensor in model.graph.initializer}
-    limits = id_limits(model)
-    sizes: dict[str, int] = {}
-    return {value.name: _draw(value, draw, limits.get(value.name), sizes) for value in model.graph.input if value.name not in held}
+    return [value for value in model.graph.input if value.name not in held]
+
+
+def open_axes(model: onnx.ModelProto) -> list[tuple[str, int]]:
+    """Return name and axis of each size of an input that the graph leaves open."""
+    shapes = {value.name: value.type.tensor_type.shape.dim for value in inputs_of(model)}
+    return [(name, axis) for name, shape in shapes.items() for axis, dimension in enumerate(shape) if _is_open(dimension)]
+
+
+def resized_inputs(model: onnx.ModelProto, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Draw inputs of other sizes, for what an optimizer froze at the sizes of the others. The first that the graph takes says most.
+
+    Args:
+        model: not modified.
+        seed: of the draw.
+
+    Yields:
+        Name to array; nothing where no size is open.
+    """
+    if open_axes(model):
+        for first, other, apart in ((3, 11, 1), (3, 11, 0), (3, 5, 0), (2, 11, 0), (2, 5, 0), (3, 7, 0)):
+            yield example_inputs(model, seed + 4, Sizes(first, other, apart))
 
 
 def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
@@ -146,11 +207,11 @@ def _is_flag(name: str, array: np.ndarray) -> bool:
     return array.dtype == np.bool_ and array.size == 1 and "mask" not in name
 
 
-def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | None, sizes: dict[str, int]) -> np.ndarray:
+def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | None, sizes: Sizes) -> np.ndarray:
     kind = value.type.tensor_type
     if not value.type.HasField("tensor_type") or not kind.HasField("shape"):
         raise UserInputError(f"input {value.name}: it is no tensor of known rank, so no example can be drawn; pass inputs")
-    shape = [_size(dimension, axis, sizes) for axis, dimension in enumerate(kind.shape.dim)]
+    shape = [sizes.of(dimension, axis) for axis, dimension in enumerate(kind.shape.dim)]
     if math.prod(shape) > _MOST_ELEMENTS:
         raise UserInputError(f"input {value.name}: {shape} are too many elements to draw; give the graph sizes that it is run with")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
@@ -168,13 +229,6 @@ def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit
     info = np.iinfo(dtype)
     low, high = (0, limit) if limit else (max(free.start, info.min), min(free.stop, info.max))
     return np.asarray(draw.integers(low, high, shape)).astype(dtype)
-
-
-def _size(dimension: Any, axis: int, sizes: dict[str, int]) -> int:
-    if dimension.HasField("dim_value") and dimension.dim_value >= 0:  # -1 is how some exporters say: open
-        return int(dimension.dim_value)
-    default = _DEFAULT_DIMENSION if axis == 0 else _DEFAULT_LENGTH
-    return sizes.setdefault(dimension.dim_param, default) if dimension.dim_param else default
 
 
 def id_limits(model: onnx.ModelProto) -> dict[str, int]:

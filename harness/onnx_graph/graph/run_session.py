@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import onnx
@@ -44,7 +46,9 @@ def sqnr_db(expected: np.ndarray, actual: np.ndarray) -> float:
 _SLICE_MARGIN_DB = 60.0
 _BYTES_OF_AN_ID = 4
 _SLICE_FLOOR = 1e-10
-"""Share of the mean power of an output: a slice weaker than this is held against it, for rounding leaves noise in what is nearly zero."""
+"""Share of the mean power of the slices that differ: a weaker one is held against it, for rounding leaves noise in what is nearly zero."""
+_FILL, _FILL_GAP = 1000.0, 100.0
+"""What a mask fills in is at least so large, and so many times larger than all that is smaller. Its energy says nothing of the rest."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,8 @@ def output_row(name: str, expected: np.ndarray, actual: np.ndarray) -> OutputRow
     before, after = np.where(finite, before, 0), np.where(finite, after, 0)
     max_abs = float(np.abs(before - after).max()) if before.size else 0.0
     others = float((before != after).mean()) if before.size and _is_id(expected) else 0.0
-    return OutputRow(name, max_abs, sqnr_db(before, after), _weakest_db(before, after), others, unknown="" if max_abs else unknown)
+    sqnr, weakest = (min(values) for values in zip(*_judged_apart(before, after), strict=True))
+    return OutputRow(name, max_abs, sqnr, weakest, others, unknown="" if max_abs else unknown)
 
 
 def _kind_changed(expected: np.ndarray, actual: np.ndarray) -> str:
@@ -167,17 +172,39 @@ def _no_evidence(name: str, expected: np.ndarray) -> str:
     return ""
 
 
+def _judged_apart(before: np.ndarray, after: np.ndarray) -> Iterator[tuple[float, float]]:
+    """Signal to noise of the whole and of the weakest slice, of what was computed and of what masks filled in by itself."""
+    bounds = _fills(np.abs(before))
+    group = np.digitize(np.abs(before), bounds)
+    for number in range(len(bounds) + 1):
+        one, other = (np.where(group == number, array, 0) for array in (before, after))
+        unit = float(np.abs(one).max(initial=0)) or 1.0  # the square of a large float64 is infinite
+        yield sqnr_db(one / unit, other / unit), _weakest_db(one / unit, other / unit)
+
+
+def _fills(sizes: np.ndarray) -> list[float]:
+    """The smallest magnitude of each fill: far above all that is smaller, and the same at two places at least, as computed ones are not."""
+    levels = np.unique(sizes[sizes > 0])
+    starts = levels[1:][levels[1:] >= np.maximum(_FILL_GAP * levels[:-1], _FILL)]
+    found = []
+    for start, end in zip(starts, np.append(starts, np.inf)[1:], strict=True):
+        members = sizes[(sizes >= start) & (sizes < end)]
+        if 2 * np.unique(np.log(members).round(2)).size <= members.size:
+            found.append(float(start))
+    return found
+
+
 def _weakest_db(expected: np.ndarray, actual: np.ndarray) -> float:
-    """Signal to noise of the worst slice along any axis; each is held at least against a small share of the mean power."""
+    """Signal to noise of the worst slice along any axis; each is held at least against a small share of the power of those that differ."""
     worst = np.inf
     power, noise = np.square(expected), np.square(expected - actual)
     if not noise.any():
         return worst
-    floor = _SLICE_FLOOR * float(power.mean())
     for axis in range(expected.ndim):
         others = tuple(one for one in range(expected.ndim) if one != axis)
-        signals, noises = np.maximum(power.mean(axis=others), floor), noise.mean(axis=others)
-        ratios = signals[noises > 0] / noises[noises > 0]
+        noises = noise.mean(axis=others)
+        signals = power.mean(axis=others)[noises > 0]
+        ratios = np.maximum(signals, _SLICE_FLOOR * signals.mean()) / noises[noises > 0]
         worst = min(worst, float(10 * np.log10(max(ratios.min(), np.finfo(np.float64).tiny))))
     return worst
 
@@ -206,7 +233,35 @@ POLICIES: Mapping[str, Policy] = {
 }
 
 
-def run_graph(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: Policy) -> list[np.ndarray]:
+class GraphRefused(HarnessError):
+    """onnxruntime cannot load a graph, or not run it on what it was given.
+
+    Attributes:
+        graph: which one.
+        is_unknown: it has no kernel for an operator here, which says nothing of the graph.
+    """
+
+    def __init__(self, error: Exception, graph: str, task: str) -> None:
+        """Say why.
+
+        Args:
+            error: of onnxruntime.
+            graph: which one.
+            task: what it cannot do.
+        """
+        words = plain_text(str(error))
+        self.graph, self.is_unknown = graph, any(one in words for one in _NO_KERNEL)
+        super().__init__(f"onnxruntime: {graph} cannot {task}: {_NOISE.sub('', words).strip(' .')[:300]}")
+
+
+_NO_KERNEL = ("NOT_IMPLEMENTED", "is not a registered function/op", "No corresponding Numpy type")
+_NOISE = re.compile(  # where in its own source, and in which of its own words, onnxruntime fails
+    r"\[ONNXRuntimeError\] : \d+ : \w+ : |Load model from \S+ failed: ?|Non-zero status code returned while |Name:'' |Status Message: "
+    r"|(?:/\S+/)?\w+\.(?:h|cc|cpp):\d+ (?:.* was false\. )?"
+)
+
+
+def run_graph(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: Policy) -> list[Any]:
     """Run a graph.
 
     Args:
@@ -215,11 +270,11 @@ def run_graph(model: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: 
         policy: how.
 
     Returns:
-        Its outputs in order.
+        Its outputs in order: arrays, or what `arrays_of` takes apart.
 
     Raises:
         UserInputError: it has an input that is not given.
-        HarnessError: onnxruntime cannot load or run it.
+        GraphRefused: onnxruntime cannot load or run it.
     """
     return Session(model, policy).run(inputs)
 
@@ -231,18 +286,20 @@ class Session:
         names: of its inputs.
     """
 
-    def __init__(self, model: onnx.ModelProto, policy: Policy) -> None:
+    def __init__(self, model: onnx.ModelProto, policy: Policy, name: str = "the graph") -> None:
         """Load it.
 
         Args:
             model: not modified.
             policy: how.
+            name: what errors call it.
 
         Raises:
-            HarnessError: onnxruntime cannot load it.
+            GraphRefused: onnxruntime cannot load it.
         """
         import onnxruntime
 
+        self._name = name
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, policy.level)
@@ -252,32 +309,29 @@ class Session:
             try:
                 self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             except Exception as error:  # the exceptions of onnxruntime share no other base class
-                raise _refused(error) from error
+                raise GraphRefused(error, name, "be loaded") from error
         self.names = {one.name for one in self._session.get_inputs()}
 
-    def run(self, inputs: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    def run(self, inputs: Mapping[str, np.ndarray]) -> list[Any]:
         """Run it.
 
         Args:
             inputs: by name; those that the graph does not have are left out.
 
         Returns:
-            Its outputs in order.
+            Its outputs in order: arrays, or what `arrays_of` takes apart.
 
         Raises:
             UserInputError: it has an input that is not given.
-            HarnessError: onnxruntime cannot run it.
+            GraphRefused: onnxruntime cannot run it.
         """
         _check_names(self.names, inputs)
         try:
-            found: list[np.ndarray] = self._session.run(None, {name: one for name, one in inputs.items() if name in self.names})
+            found: list[Any] = self._session.run(None, {name: one for name, one in inputs.items() if name in self.names})
         except Exception as error:  # as above
-            raise _refused(error) from error
+            given = ", ".join(f"{name} {list(one.shape)}" for name, one in inputs.items() if name in self.names)
+            raise GraphRefused(error, self._name, f"run on {given or 'no inputs'}") from error
         return found
-
-
-def _refused(error: Exception) -> HarnessError:
-    return HarnessError(f"onnxruntime: it cannot run the graph: {plain_text(str(error))[:300]}")
 
 
 def compare_outputs(before: onnx.ModelProto, after: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: Policy) -> list[OutputRow]:
@@ -290,16 +344,34 @@ def compare_outputs(before: onnx.ModelProto, after: onnx.ModelProto, inputs: Map
         policy: how `after` is run.
 
     Returns:
-        One row per output of `before`, in order.
+        One row per array of each output of `before`, in order.
 
     Raises:
         HarnessError: one of them cannot be run, or they have another number of outputs.
     """
     names = [value.name for value in before.graph.output]
-    return output_rows(names, run_graph(before, inputs, POLICIES["golden"]), run_graph(after, inputs, policy))
+    return [
+        row for rows in output_rows(names, run_graph(before, inputs, POLICIES["golden"]), run_graph(after, inputs, policy)) for row in rows
+    ]
 
 
-def output_rows(names: Sequence[str], expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> list[OutputRow]:
+def arrays_of(output: Any) -> list[np.ndarray]:
+    """Take an output apart.
+
+    Args:
+        output: of a session.
+
+    Returns:
+        A tensor itself, the elements of a sequence, keys and values of a map; of an optional without a value none.
+    """
+    if isinstance(output, Mapping):
+        return [np.asarray(list(output)), np.asarray(list(output.values()))]
+    if isinstance(output, list):
+        return [array for one in output for array in arrays_of(one)]
+    return [] if output is None else [np.asarray(output)]
+
+
+def output_rows(names: Sequence[str], expected: Sequence[Any], actual: Sequence[Any]) -> list[list[OutputRow]]:
     """Compare what two graphs gave.
 
     Args:
@@ -308,14 +380,23 @@ def output_rows(names: Sequence[str], expected: Sequence[np.ndarray], actual: Se
         actual: after.
 
     Returns:
-        One row per output, in order.
+        For every output, in order, a row per array of it; one row where their number differs, or where there is none.
 
     Raises:
         HarnessError: another number of outputs.
     """
     if len(expected) != len(actual):
         raise HarnessError(f"outputs: {len(expected)} before and {len(actual)} after cannot be compared; keep the graph's outputs")
-    return [output_row(name, np.asarray(one), np.asarray(other)) for name, one, other in zip(names, expected, actual, strict=True)]
+    return [_rows(name, arrays_of(one), arrays_of(other)) for name, one, other in zip(names, expected, actual, strict=True)]
+
+
+def _rows(name: str, expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> list[OutputRow]:
+    if len(expected) != len(actual):
+        return [OutputRow(name, np.inf, -np.inf, changed=f"{len(expected)} arrays in it became {len(actual)}")]
+    if not expected:
+        return [OutputRow(name, 0.0, np.inf, unknown=f"nothing was compared: output {name} is empty")]
+    numbers = [f"[{place}]" for place in range(len(expected))] if len(expected) > 1 else [""]
+    return [output_row(f"{name}{number}", *pair) for number, *pair in zip(numbers, expected, actual, strict=True)]
 
 
 def random_operators(model: onnx.ModelProto) -> list[str]:
