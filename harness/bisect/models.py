@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.checkpoints.load import load_compressed
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import read_config, some
 from compressor.model.loading.load import load_model, load_tokenizer, resolve_device
@@ -26,7 +25,7 @@ from harness.validation.format.container import read_checkpoint
 from harness.validation.format.fused import fused_again, with_single_experts
 from harness.validation.format.record import read_record
 from harness.validation.format.transforms import config_settings, read_transforms, transformed
-from harness.validation.loading import fused_layouts, load_with_tensors, module_classes
+from harness.validation.loading import fused_layouts, load_for_running, load_with_tensors, module_classes
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,9 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
             raise ModelError(f"{folder}: no such folder; give the folder that holds a model's config.json")
     if base.resolve() == compressed.resolve():
         raise ModelError(f"{base}: is given as base and as compressed model; give two folders")
-    suspect = load_compressed(compressed, device=device)
+    suspect = load_for_running(compressed, device=device)
     if "quantization_config" in read_config(base):
-        right = load_compressed(base, device=device)
+        right = load_for_running(base, device=device)
     else:
         right = _with_moved_scales(load_model(base, device=device).model, base, compressed).to(resolve_device(device))
         if any(isinstance(module, UnfusedExperts) for module in suspect.modules()):

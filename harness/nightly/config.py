@@ -25,7 +25,8 @@ class Data(SettingsPart):
     """Any source that `harness validate --dataset` takes; the same sequences every night."""
     num_calibration_samples: Annotated[int, Field(ge=1)] = 512
     num_held_out: Annotated[int, Field(ge=8)] = 256
-    max_seq_length: Annotated[int, Field(ge=2)] = 2048
+    max_seq_length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of a sequence; None for what the model takes, at most 2048."""
 
 
 class Limits(SettingsPart):

@@ -190,11 +190,11 @@ def speed(job: Job, result: Result) -> None:
     """
     import torch
 
-    from compressor.model.checkpoints.load import load_compressed
     from compressor.model.loading.load import load_model
+    from harness.validation.loading import load_for_running
 
     base: Any = load_model(job.model, device=job.device).model.eval()
-    compressed = load_compressed(job.compressed, device=job.device, matmul="native")
+    compressed = load_for_running(job.compressed, device=job.device, matmul="native")
     length = min(_PROMPT, int(getattr(base.config, "max_position_embeddings", _PROMPT)) - _DECODED)
     ids = torch.randint(0, base.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(job.device)
     seconds = [[_seconds(model, ids) for model in (base, compressed)] for _ in range(job.repetitions + 1)][1:]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from compressor.model.checkpoints.load import load_compressed as load_with_our_layers
+from compressor.model.folder import read_config
 from compressor.model.loading.load import quiet_transformers
 from harness.release.candidate import Candidate, Check, vocabulary_of
 from harness.release.tokenizer import has_tokenizer, read_tokenizer
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
-from harness.validation.format.record import read_record
 
 GREEDY = Claim("generation.greedy", "Greedy text is finite and the same each time, with the folder's own settings")
 SAMPLED = Claim("generation.sampled", "Sampled text is finite, and the same for the same seed")
@@ -152,8 +152,7 @@ def _eos(candidate: Candidate) -> CheckRecord:
 
 
 def _runtime(candidate: Candidate) -> CheckRecord:
-    quantized = getattr(candidate.model.config, "quantization_config", None)
-    if quantized is None and read_record(candidate.compressed) is None:
+    if "quantization_config" not in read_config(candidate.compressed):
         return RUNTIME.skipped("nothing is quantized")
     with quiet_transformers():
         ours = load_with_our_layers(candidate.compressed, device=candidate.device)

@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -155,6 +155,30 @@ def load_with_our_reader(folder: Path) -> LoadAttempt:
     except LOADER_ERRORS as error:
         return LoadAttempt(None, [first_line(error)])
     return LoadAttempt(model)
+
+
+def load_for_running(folder: str | Path, *, device: str = "auto", matmul: Literal["reference", "native"] = "reference") -> torch.nn.Module:
+    """Load a checkpoint with our own layers, experts one by one, also where nothing in it is quantized (pruned, scaled or rotated only).
+
+    Args:
+        folder: the checkpoint.
+        device: where the model runs: auto, cpu, cuda.
+        matmul: of quantized layers.
+    Returns:
+        The model in eval mode.
+    Raises:
+        ModelError: the folder cannot be used.
+    """
+    from compressor.model.checkpoints.load import load_compressed as load_own
+    from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
+    from compressor.model.folder import read_config
+    from compressor.model.loading.load import load_model
+
+    if "quantization_config" in read_config(Path(folder)):
+        return load_own(folder, device=device, matmul=matmul)
+    model = load_model(folder, device=device).model.eval()
+    unfuse_into(UnfusedModel(model), prove=False)
+    return model
 
 
 def modules_as_stored(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compressor import oneshot
 from compressor.errors import CompressorError, DatasetError, ModelError, UserInputError
 from harness.bisect import bisect, swap_difference
 from harness.bisect.difference import swapped
@@ -138,15 +139,7 @@ def test_a_wrong_scale_of_keys_is_found_at_the_attention(tiny_base, tiny_tokens,
 
 
 def test_experts_that_are_fused_in_the_base_are_found_one_by_one(tmp_path, tiny_tokens, compress, spoil_copy):
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2)
-    model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, num_local_experts=4, max_position_embeddings=64, **sizes))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.mul_(8 if "experts" in name or "proj" in name or "lm_head" in name else 1)
-    model.save_pretrained(tmp_path / "base")
+    build_mixtral().save_pretrained(tmp_path / "base")
     (tmp_path / "tokens.safetensors").write_bytes(tiny_tokens.read_bytes())
     settings = "{ignore: [lm_head, 're:.*gate$'], config_groups: {g: {targets: [Linear], weights: {num_bits: 8, strategy: channel}}}}"
     folder = compress(tmp_path / "base", tmp_path / "w8", settings, tmp_path)
@@ -289,3 +282,37 @@ def test_moved_scales_are_moved_in_the_base_too(tiny_base, tiny_tokens, spoil_co
     broken = spoil_copy(tmp_path / "smooth", tmp_path / "broken", lambda tensors: tensors[f"{name}.weight_scale"].mul_(2))
     report = bisect(tiny_base, broken, tiny_tokens, device="cpu")
     assert report.layers[0].modules[0].module == name, report.to_text()
+
+
+def build_mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2)
+    model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, num_local_experts=4, max_position_embeddings=64, **sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(8 if "experts" in name or "proj" in name or "lm_head" in name else 1)
+    return model
+
+
+PRUNED = {
+    "llama": (f"{LAYERS}.2.mlp.up_proj", "SparseGPTModifier: {sparsity: 0.5, mask_structure: '2:4', targets: [Linear], ignore: [lm_head]}"),
+    "mixtral": (
+        f"{LAYERS}.1.mlp.experts.2",
+        "WandaPruningModifier: {sparsity: 0.1, targets: [Linear], ignore: [lm_head, 're:.*gate$']}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PRUNED)
+def test_a_checkpoint_in_which_nothing_is_quantized_is_searched_too(kind, tiny_tokens, build_llama, spoil_copy, tmp_path):
+    module, modifier = PRUNED[kind]
+    damaged = {"llama": f"{module}.weight", "mixtral": f"{LAYERS}.1.block_sparse_moe.experts.2.w2.weight"}
+    (build_llama() if kind == "llama" else build_mixtral()).save_pretrained(tmp_path / "base")
+    oneshot(tmp_path / "base", recipe=f"s_stage: {{m_modifiers: {{{modifier}}}}}", dataset=str(tiny_tokens), output_dir=tmp_path / "pruned")
+    broken = spoil_copy(tmp_path / "pruned", tmp_path / "broken", lambda tensors: tensors[damaged[kind]].mul_(-3))
+    report = bisect(tmp_path / "base", broken, tiny_tokens, device="cpu")
+    blame = report.layers[0].modules[0]
+    assert (report.answer, blame.modifier) == ("found", modifier.partition(":")[0]), report.to_text()
+    assert blame.module.startswith(module)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from compressor import oneshot
+from harness.nightly.config import Data
 from harness.nightly.work import Pace, main
 
 
-def work(project: Path, check: str, **changes: str) -> dict:
+def work(project: Path, check: str, **changes: object) -> dict:
     data = {name: str(project / f"{name}.safetensors") for name in ("calibration", "held_out")}
     data |= {"num_calibration_samples": 8, "num_held_out": 24, "max_seq_length": 16}
     job = {"check": check, "model": str(project / "tiny"), "recipe": str(project / "recipe.yaml"), "device": "cpu", "repetitions": 2}
@@ -35,6 +37,16 @@ def test_compress_validate_and_speed_measure_what_they_say(project: Path) -> Non
     assert sum(held["metrics"]["loss"][0]) / 24 == pytest.approx(math.log(128), rel=0.2)  # a random model
     turns = work(project, "speed")
     assert all(len(turns["metrics"][name][0]) == 2 and min(turns["metrics"][name][0]) > 0.05 for name in ("prefill", "decode"))
+
+
+def test_a_model_of_few_positions_is_judged_without_a_length_and_one_that_is_only_pruned_is_timed(project: Path, tmp_path: Path) -> None:
+    sources = {name: str(project / f"{name}.safetensors") for name in ("calibration", "held_out")}
+    recipe = "s_stage: {m_modifiers: {WandaPruningModifier: {sparsity: 0.1, targets: [Linear]}}}"
+    oneshot(project / "tiny", recipe=recipe, dataset=sources["calibration"], output_dir=tmp_path / "pruned")
+    changes = {"compressed": str(tmp_path / "pruned"), "data": Data(**sources, num_held_out=24).model_dump()}
+    held = work(project, "validate", **changes)
+    assert held["outcome"] in ("pass", "inconclusive", "regression") and len(held["metrics"]["kl"][0]) == 24, held["summary"]
+    assert len(work(project, "speed", **changes)["metrics"]["prefill"][0]) == 2
 
 
 def test_an_error_of_ours_is_a_result(project: Path) -> None:
