@@ -64,7 +64,7 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
         The pair.
 
     Raises:
-        ModelError: a folder cannot be used, both are one, or the two are of different architectures.
+        ModelError: a folder cannot be used, both are one, they are given the other way round, or the two are of different architectures.
     """
     base, compressed = Path(base), Path(compressed)
     for folder in (base, compressed):
@@ -72,6 +72,8 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
             raise ModelError(f"{folder}: no such folder; give the folder that holds a model's config.json")
     if base.resolve() == compressed.resolve():
         raise ModelError(f"{base}: is given as base and as compressed model; give two folders")
+    if _is_marked(base) and not _is_marked(compressed):
+        raise ModelError(f"{compressed}: nothing says that it was compressed, and {base} was; give the base first")
     suspect = load_for_running(compressed, device=device)
     if "quantization_config" in read_config(base):
         right = load_for_running(base, device=device)
@@ -84,6 +86,10 @@ def load_pair(base: str | Path, compressed: str | Path, *, device: str = "auto")
                 rotation.attach(right.get_submodule(name))
     _give_dtype(right, _dtype(suspect))
     return Pair(right.eval(), suspect, load_tokenizer(base), tuple(differing_parts(right, suspect)), resolve_device(device))
+
+
+def _is_marked(folder: Path) -> bool:
+    return "quantization_config" in read_config(folder) or read_record(folder) is not None
 
 
 def _with_moved_scales(model: nn.Module, base: Path, compressed: Path) -> nn.Module:
