@@ -63,7 +63,7 @@ def test_the_readme_has_the_numbers_of_the_table() -> None:
     sentence = text[text.index("Verbs of the harness exit with") : text.index("Verbs of the compressor judge nothing")]
     told = {word: int(number) for number, word in re.findall(r"(\d) \((\w+)", sentence)}
     assert told == {**{verdict.value: EXIT_CODES[verdict] for verdict in Verdict}, "bad": EXIT_FAILURE}
-    assert f"An interruption exits with {EXIT_INTERRUPTED} everywhere" in text
+    assert f"An interruption (ctrl-C, SIGTERM) exits with {EXIT_INTERRUPTED} everywhere" in text
 
 
 def _leaves() -> Iterator[tuple[str, Command]]:
