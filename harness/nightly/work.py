@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compressor.atomic import write_whole
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, UserInputError
 from compressor.json_text import from_json, to_json
 from harness.nightly.cells import CellOutcome
 
@@ -195,7 +195,12 @@ def speed(job: Job, result: Result) -> None:
 
     base: Any = load_model(job.model, device=job.device).model.eval()
     compressed = load_for_running(job.compressed, device=job.device, matmul="native")
-    length = min(_PROMPT, int(getattr(base.config, "max_position_embeddings", _PROMPT)) - _DECODED)
+    positions = int(getattr(base.config, "max_position_embeddings", _PROMPT + _DECODED))
+    if positions <= _DECODED:
+        raise UserInputError(
+            f"{job.model}: takes {positions} positions, and speed decodes {_DECODED} behind a prompt; leave it out of checks"
+        )
+    length = min(_PROMPT, positions - _DECODED)
     ids = torch.randint(0, base.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(job.device)
     seconds = [[_seconds(model, ids) for model in (base, compressed)] for _ in range(job.repetitions + 1)][1:]
     for place, name in enumerate(("prefill", "decode")):

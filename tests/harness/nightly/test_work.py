@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from compressor import oneshot
 from harness.nightly.config import Data
@@ -47,6 +48,14 @@ def test_a_model_of_few_positions_is_judged_without_a_length_and_one_that_is_onl
     held = work(project, "validate", **changes)
     assert held["outcome"] in ("pass", "inconclusive", "regression") and len(held["metrics"]["kl"][0]) == 24, held["summary"]
     assert len(work(project, "speed", **changes)["metrics"]["prefill"][0]) == 2
+
+
+def test_a_model_without_room_for_a_prompt_is_not_timed(project: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(project / "tiny")
+    model.config.max_position_embeddings = 16
+    model.save_pretrained(tmp_path / "short")
+    found = work(project, "speed", model=str(tmp_path / "short"), compressed=str(tmp_path / "short"))
+    assert found["outcome"] == "error" and "takes 16 positions, and speed decodes 16 behind a prompt" in found["summary"]
 
 
 def test_an_error_of_ours_is_a_result(project: Path) -> None:
