@@ -21,6 +21,7 @@ from torch import nn
 
 from compressor.data.datasets import chosen_length
 from compressor.data.encode import max_positions
+from compressor.errors import UserInputError
 from compressor.lifecycle import BaseStream, Modifier, PlannedModule, State
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
@@ -171,6 +172,8 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     dtype, memory = settings.dtype, settings.activation_memory
     granted = None if memory is None else parse_bytes(memory, "activation_memory")
     device_bytes = None if settings.device_memory is None else parse_bytes(settings.device_memory, "device_memory")
+    if device_bytes == 0:
+        raise UserInputError(f"device_memory: {settings.device_memory!r} holds nothing; give the memory of a GPU, such as 80GB")
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, mode=settings.mode)
     chosen = choose_pipeline(parsed.modifiers, settings.pipeline)
     skeleton = load_skeleton(

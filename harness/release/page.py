@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compressor.atomic import check_output_dir, whole_or_nothing
+from compressor.atomic import check_output_dir
 from compressor.json_text import to_json
 from harness.release.report import ReleaseReport
 from harness.release.statement import statement_of
 from harness.reporting.junit import to_junit
-from harness.reporting.pages import render
+from harness.reporting.pages import render, write_texts
 from harness.reporting.record import MAX_SHOWN_FINDINGS
 from harness.reporting.verdict import Outcome, Verdict
 
@@ -121,7 +121,5 @@ def write_release(report: ReleaseReport, output_dir: str | Path) -> Path:
         "statement.json": to_json(statement_of(report)),
         "junit.xml": to_junit(report.for_junit(), "release"),
     }
-    with whole_or_nothing(target, num_bytes=sum(len(text.encode()) for text in texts.values())) as folder:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    write_texts(target, texts)
     return target / "release.html"

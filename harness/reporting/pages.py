@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
+from compressor.atomic import whole_or_nothing
 from harness.reporting.record import MAX_SHOWN_FINDINGS, CheckRecord
 
 
@@ -23,6 +25,22 @@ def render(template: str, data: Mapping[str, Any]) -> str:
         A document without any reference outside of itself.
     """
     return _environment().get_template(template).render(data)
+
+
+def write_texts(target: Path, texts: Mapping[str, str]) -> None:
+    """Write a folder of texts, whole or not at all.
+
+    Args:
+        target: folder; not there, or empty.
+        texts: relative name of a file to what it holds.
+
+    Raises:
+        CheckpointError: the disk is full or fails; nothing is left.
+    """
+    with whole_or_nothing(target, num_bytes=sum(len(text.encode()) for text in texts.values())) as folder:
+        for name, text in texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def record_html(record: CheckRecord) -> str:

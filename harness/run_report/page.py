@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compressor.atomic import check_output_dir, whole_or_nothing
+from compressor.atomic import check_output_dir
 from compressor.json_text import to_json
-from harness.reporting.pages import render
+from harness.reporting.pages import render, write_texts
 from harness.run_report.plots import plot_errors, plot_layers, plot_peaks, plot_stages
 from harness.run_report.reading import MOVED, OUTLIER, RunReport
 
@@ -103,7 +103,5 @@ def write_report(report: RunReport, output_dir: Path) -> Path:
     """
     target = check_output_dir(output_dir, source=report.folder)
     files = {"report.html": render_page(report), "report.json": to_json(report.to_dict())}
-    with whole_or_nothing(target, num_bytes=sum(len(text.encode()) for text in files.values())) as folder:
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    write_texts(target, files)
     return target / "report.html"

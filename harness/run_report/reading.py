@@ -132,6 +132,8 @@ def read_run(folder: Path, times: Path | None, progress: Progress) -> RunReport:
         HarnessError: the folder has no record, or the times are of another run.
         ModelError: the checkpoint cannot be read.
     """
+    if not folder.is_dir():
+        raise HarnessError(f"{folder}: there is no such folder; give one that `compressor` has written")
     record = read_record(folder)
     if record is None or not isinstance(record.get("modules"), dict):
         raise HarnessError(f"{folder}: holds no compression.json of a run; give a folder that `compressor` has written")

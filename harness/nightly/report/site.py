@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 
-from compressor.atomic import check_output_dir, whole_or_nothing
+from compressor.atomic import check_output_dir
 from compressor.json_text import to_json
 from harness.nightly.cells import CellOutcome
 from harness.nightly.history import History
@@ -19,7 +19,7 @@ from harness.nightly.judging.bridging import level
 from harness.nightly.report.night import Trend, read_night
 from harness.nightly.runner import Night
 from harness.reporting.junit import to_junit
-from harness.reporting.pages import render
+from harness.reporting.pages import render, write_texts
 from harness.reporting.plots import ACCENT, GRID, INK, LIMIT, MUTED, inline_plot
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome, Verdict
@@ -58,10 +58,7 @@ def write_site(history: History, output_dir: str | Path) -> tuple[Path, Night]:
         "summary.md": summary_of(night),
         "night.json": to_json(night.to_dict()),
     }
-    with whole_or_nothing(target, num_bytes=sum(len(text.encode()) for text in files.values())) as folder:
-        (folder / "metrics").mkdir()
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    write_texts(target, files)
     return target / "index.html", night
 
 

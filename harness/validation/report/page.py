@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compressor.atomic import check_output_dir, whole_or_nothing
+from compressor.atomic import check_output_dir
 from compressor.json_text import to_json
 from harness.reporting.junit import to_junit
-from harness.reporting.pages import render
+from harness.reporting.pages import render, write_texts
 from harness.reporting.record import MAX_SHOWN_FINDINGS
 from harness.reporting.verdict import Outcome, Verdict
 from harness.validation.behaviour.metrics import perplexity, shown
@@ -159,7 +159,5 @@ def write_report(report: ValidationReport, output_dir: str | Path) -> Path:
         "report.json": to_json(report.to_dict()),
         "junit.xml": to_junit(report.records, "validate"),
     }
-    with whole_or_nothing(target, num_bytes=sum(len(text.encode()) for text in files.values())) as folder:
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    write_texts(target, files)
     return target / "report.html"

@@ -131,6 +131,11 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["fit"]["device_bytes"] == int(memory[:-2]) * 10 ** (9 if "GB" in memory else 6)
 
 
+def test_a_gpu_without_memory_is_none(folder: Path) -> None:
+    with pytest.raises(UserInputError, match="device_memory: '0GB' holds nothing; give the memory of a GPU"):
+        make(folder, device_memory="0GB")
+
+
 def test_experts_too_many_for_one_stage_are_planned_one_by_one_as_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Qwen3MoeConfig
 

@@ -151,6 +151,8 @@ def test_what_is_no_run_is_refused(ran: Run, tmp_path: Path, capsys: pytest.Capt
         assert "cannot be read" in capsys.readouterr().err
     assert main(["report", str(ran.folder.parent / "base"), *given]) == 3
     assert "holds no compression.json of a run" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "nowhere"), *given]) == 3
+    assert "there is no such folder" in capsys.readouterr().err
     shutil.copytree(ran.folder, tmp_path / "odd")
     record = json.loads((tmp_path / "odd" / "compression.json").read_text())
     (tmp_path / "odd" / "compression.json").write_text(json.dumps(record | {"modules": {"lm_head": {"error": 1}}}))
