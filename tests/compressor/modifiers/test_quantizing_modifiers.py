@@ -502,3 +502,10 @@ def test_an_error_puts_the_float_layers_of_an_in_memory_model_back() -> None:
     assert not codes(model)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())
     assert hooks_on(model) == 0
+
+
+def test_of_layers_that_look_alike_the_one_that_cannot_be_replaced_is_named() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].scheme = "of its author"
+    with pytest.raises(SchemeError, match="1: it has a 'scheme' of its own"):
+        QuantizationModifier(targets=["Linear"], scheme="W8A8").resolve(model)

@@ -131,6 +131,11 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["fit"]["device_bytes"] == int(memory[:-2]) * 10 ** (9 if "GB" in memory else 6)
 
 
+def test_on_a_gpu_the_next_layer_and_what_lies_beside_them_are_at_hand(folder: Path) -> None:
+    here, there = (layer(make(folder, **options), 0) for options in ({}, {"device_memory": "1GB"}))
+    assert there.weights_bytes - there.away_bytes > 2 * (here.weights_bytes - here.away_bytes)
+
+
 def test_a_gpu_without_memory_is_none(folder: Path) -> None:
     with pytest.raises(UserInputError, match="device_memory: '0GB' holds nothing; give the memory of a GPU"):
         make(folder, device_memory="0GB")
