@@ -41,6 +41,8 @@ _SCHEME_PARTS = ("weights", "input_activations")
 _NOT_READ = ("observer", "observer_kwargs", "zp_dtype")
 _QUANTIZED_PARTS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale", "weight_g_idx")
 _NO_FORMAT = (None, "mixed-precision", "dense")
+# One remedy for Python and the command line, where these words arrive as well.
+_ELSEWHERE = "give a checkpoint that is compressed in this format, or load this one with from_pretrained of transformers"
 
 
 def load_compressed(
@@ -114,7 +116,8 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
     """The schemes of the config groups, and that of keys and values."""
     found = config.get("quantization_config")
     if not isinstance(found, Mapping) or found.get("quant_method") != "compressed-tensors":
-        raise ModelError(f"{folder}: config.json names no compressed-tensors groups; give a compressed checkpoint, or use load_model")
+        method = found.get("quant_method") if isinstance(found, Mapping) else None
+        raise ModelError(f"{folder}: config.json names no compressed-tensors groups{f' but {method!r}' if method else ''}; {_ELSEWHERE}")
     try:
         groups = (found.get("config_groups") or {}).values()
         kv = found.get("kv_cache_scheme")
@@ -128,7 +131,7 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
     if not isinstance(transforms or {}, Mapping):
         raise ModelError(f"{folder}: its quantization_config cannot be used here (transform_config is no table); restore config.json")
     if not schemes and kv_cache_scheme is None and not transforms:
-        raise ModelError(f"{folder}: config.json names no compressed-tensors groups; give a compressed checkpoint, or use load_model")
+        raise ModelError(f"{folder}: config.json names no compressed-tensors groups; {_ELSEWHERE}")
     return schemes, kv_cache_scheme
 
 

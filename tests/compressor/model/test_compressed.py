@@ -328,7 +328,7 @@ def test_the_part_of_a_weight_that_is_missing_is_named(preset, part, make_model,
     ("change", "message"),
     [
         ({"config_groups": {}}, "names no compressed-tensors groups"),
-        ({"quant_method": "gptq"}, "names no compressed-tensors groups"),
+        ({"quant_method": "gptq"}, "no compressed-tensors groups but 'gptq'; give a checkpoint .*from_pretrained of transformers"),
         (
             {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 12}}}},
             "cannot be used here .*num_bits|cannot be used",
