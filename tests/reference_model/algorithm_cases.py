@@ -22,6 +22,7 @@ from compressor.algorithms.smoothing import equalizing_scales, search_awq, smoot
 from compressor.numerics import QuantizationArgs
 from harness.tolerance import T1, T3, Tier
 from tests.reference_model.layer_cases import Result
+from tests.reference_model.modifier_cases import equalized, kept_zeros
 
 Inputs = Mapping[str, Tensor]
 _NUM_EXPERTS, _NUM_TOKENS = 8, 24
@@ -163,8 +164,10 @@ ALGORITHMS: Mapping[str, Callable[[Inputs], Result]] = {
     "magnitude": lambda inputs: _magnitude(inputs, 0.5, None),
     "magnitude 2 of 4": lambda inputs: _magnitude(inputs, 0.4, Pattern(2, 4)),
     "magnitude in blocks": lambda inputs: _magnitude(inputs, 0.5, Blocks(4, 8)),
+    "kept zeros": kept_zeros,
     "SmoothQuant": lambda inputs: _scales(inputs, lambda act_C, weight_C: smooth_scales(act_C, weight_C, 0.8)),
     "logarithmic equalization": lambda inputs: _scales(inputs, equalizing_scales),
+    "logarithmic equalization of a model": equalized,
     "AWQ": _awq,
     "AWQ ranges": _clipping,
     "REAP": _reap,

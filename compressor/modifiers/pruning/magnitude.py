@@ -28,7 +28,8 @@ class ConstantPruningModifier(PruningModifier):
 
     def on_start(self, state: State, event: Event) -> None:
         """Take note of the zeros."""
-        super().on_start(state, event)
+        del state, event
+        self.begin()
         for mask, weight in zip(self._pruned.values(), self.weights(), strict=True):
             mask.copy_(weight == 0)
 

@@ -23,6 +23,10 @@ _REFIT = "compressor.algorithms.pruning.refit:"
 _SMOOTH = "compressor.algorithms.smoothing:"
 _CLIP = "compressor.algorithms.clipping:"
 _MATRIX = "compressor.algorithms.rotations:"
+_MASKS = "compressor.modifiers.pruning.masks:PruningModifier."
+_KEPT = "compressor.modifiers.pruning.magnitude:ConstantPruningModifier."
+_MOVER = "compressor.modifiers.transforms.smoothing:SmoothQuantModifier."
+_OF_A_MODEL = "logarithmic equalization of a model"
 
 
 def _bug(name: str, wrong: str, golden: str, where: str, right: str, planted: str) -> CodeMutant:
@@ -145,6 +149,49 @@ BUGS: tuple[Mutant, ...] = (
         "laid_out.sum((1, 3, 4), dtype=torch.float64)",
         "laid_out.amax((1, 3, 4))",
     ),
+    _bug("next_to_zero", "next to zero counts as zero", "kept zeros", _KEPT + "on_start", "weight == 0", "weight.abs() < 1e-3"),
+    _bug("others_are_kept", "what is not zero is kept there", "kept zeros", _KEPT + "on_start", "weight == 0", "weight != 0"),
+    _bug(
+        "one_module_only",
+        "zeros of the first module alone are noted",
+        "kept zeros",
+        _KEPT + "on_start",
+        "zip(self._pruned.values(), self.weights(), strict=True)",
+        "zip(list(self._pruned.values())[:1], self.weights())",
+    ),
+    _bug("never_let_go", "zeros stay when the end is reached", "kept zeros", _KEPT + "on_end", "self._active = False", "pass"),
+    _bug(
+        "moments_live",
+        "gradients of zeros go into the moments",
+        "kept zeros",
+        _MASKS + "on_event",
+        ".masked_fill_(mask, 0.0)",
+        ".masked_fill(mask, 0.0)",
+    ),
+    _bug(
+        "gradient_as_it_lies",
+        "the mask of a Conv1D meets its gradient the other way round",
+        "kept zeros",
+        _MASKS + "on_event",
+        "_as_rows(self._modules[name], gradient)",
+        "gradient",
+    ),
+    _bug(
+        "ahead_of_the_step",
+        "zeros are written ahead of the step alone, whose old moments move them",
+        "kept zeros",
+        _MASKS + "on_event",
+        "event.type is EventType.OPTIM_POST_STEP",
+        "event.type is EventType.OPTIM_PRE_STEP",
+    ),
+    _bug(
+        "below_zero",
+        "zeros have the sign of what stood there",
+        "kept zeros",
+        _MASKS + "apply",
+        "masked_fill_(mask, 0.0)",
+        "mul_(~mask)",
+    ),
     _bug(
         "strength_the_other_way",
         "weights keep what activations should give",
@@ -208,6 +255,39 @@ BUGS: tuple[Mutant, ...] = (
         _SMOOTH + "equalizing_scales",
         "largest_C / torch",
         "1 / torch",
+    ),
+    _bug(
+        "ranges_of_weights",
+        "weights are what is equalized",
+        "logarithmic equalization",
+        _SMOOTH + "equalizing_scales",
+        "largest_C = act_max_C",
+        "largest_C = weight_max_C",
+    ),
+    _bug(
+        "no_weight_reads_it",
+        "channels that no weight reads get a scale",
+        "logarithmic equalization",
+        _SMOOTH + "equalizing_scales",
+        "act_max_C, weight_max_C)",
+        "act_max_C, act_max_C)",
+    ),
+    _bug(
+        "smoothed_instead",
+        "ranges are shared with the weights as by SmoothQuant",
+        _OF_A_MODEL,
+        _MOVER + "scales",
+        'self.algorithm == "log_equalization"',
+        'self.algorithm != "log_equalization"',
+    ),
+    _bug("above_zero", "inputs below zero have no range", _OF_A_MODEL, _MOVER + "watch_input", "tokens_NK.abs()", "tokens_NK"),
+    _bug(
+        "last_batch",
+        "ranges are those of the last batch",
+        _OF_A_MODEL,
+        _MOVER + "watch_input",
+        "torch.maximum(known, largest_K)",
+        "largest_K",
     ),
     _bug("last_candidate", "the last candidate is taken", "AWQ", _SMOOTH + "search_awq", "if now < best:", "if True:"),
     _bug(
