@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from compressor.algorithms.scale_tuning import divergence
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import call_model, leading_tensor
-from compressor.errors import CalibrationError
+from compressor.errors import CalibrationError, NumericsError
 from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
 
 Kind = Literal["hidden", "logits", "states"]
@@ -41,6 +41,7 @@ class BaseOutputs:
     """The predictions of a model as it is now, on all sequences; kept in main memory.
 
     Attributes:
+        where: who asks, for errors.
         kind: `hidden`, `logits` or `states`.
         sequences: in the order of the data, each of (inputs, what the base gave, mask of tokens that count); whole batches where these
             cannot be cut.
@@ -58,8 +59,9 @@ class BaseOutputs:
 
         Raises:
             CalibrationError: the model gives no tensor that could be compared.
+            NumericsError: NaN or infinity in what it gives for a token that counts.
         """
-        self._model, self._device, self._where = model, device, where
+        self.where, self._model, self._device = where, model, device
         self._head = _head_of(model)
         self.kind: Kind = "states"
         self.sequences: list[Piece] = []
@@ -70,6 +72,11 @@ class BaseOutputs:
                 if number == 0:
                     self.kind = self._kind(own)
                 kept = self._output(own).detach().to("cpu", copy=True)
+                if not bool(_rows(kept, mask).isfinite().all()):
+                    raise NumericsError(
+                        f"{where}: the uncompressed model gives NaN or infinity on batch {number} of the calibration data; check the model "
+                        "in its own dtype on this data"
+                    )
                 leading = leading_tensor(batch)
                 rows = leading.shape[0] if leading.dim() else 1
                 shapes = tuple(one.shape for one in (*(batch.values() if isinstance(batch, dict) else batch), kept))
@@ -172,13 +179,13 @@ class BaseOutputs:
                     call_model(self._model, batch)
             except _Reached as reached:
                 return reached.hidden
-            raise CalibrationError(f"{self._where}: a batch does not reach the output head {self._head[0]}; leave {self._where} out")
+            raise CalibrationError(f"{self.where}: a batch does not reach the output head {self._head[0]}; leave {self.where} out")
         found = call_model(self._model, batch)
         if self.kind == "logits":
             return found.logits
         first = next((one for one in _values(found) if isinstance(one, Tensor) and one.is_floating_point() and one.dim()), None)
         if first is None:
-            raise CalibrationError(f"{self._where}: the model gives a {type(found).__name__} without a floating point tensor to compare")
+            raise CalibrationError(f"{self.where}: the model gives a {type(found).__name__} without a floating point tensor to compare")
         return first
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from compressor.errors import CalibrationError
+from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
 from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
 from compressor.nn.quantized_linear import is_conv1d
@@ -69,8 +70,9 @@ class BlockLoss:
 
         Raises:
             CalibrationError: calls on the two streams do not correspond.
+            NumericsError: NaN or infinity in what the block should give for a token that counts.
         """
-        self._block, self._device = block, device
+        self._block, self._device, self._name = block, device, name
         if calls.targets and len(calls.targets) != len(calls.inputs):
             raise CalibrationError(
                 f"{name}: {len(calls.targets)} calls in the uncompressed model and {len(calls.inputs)} in the compressed one do not "
@@ -84,6 +86,8 @@ class BlockLoss:
             if shapes not in known:
                 known[shapes] = find_axes(inputs, given, size[0], lambda one: self._output(self._to(one)))
             target, axes = calls.targets[number] if calls.targets else given, known[shapes]
+            if not bool(torch.isfinite(_that_count(target, mask)).all()):
+                raise NumericsError(f"{name}: its calibration outputs hold NaN or infinity; check the model in its own dtype on this data")
             mask_axis = None if mask is None else 0
             tokens = target[..., 0].numel()
             self._pieces += cut((inputs, target, mask), size[0], tokens, None if axes is None else (*axes, mask_axis))
@@ -110,16 +114,23 @@ class BlockLoss:
 
         Returns:
             The sum over sequences, tokens that count, and channels.
+
+        Raises:
+            NumericsError: it is NaN or infinite.
         """
         total = 0.0
         for inputs, target, mask in joined([self._pieces[one] for one in numbers]):
             error = (self._output(self._to(inputs)).float() - target.to(self._device).float()).square()
-            if mask is not None and mask.shape == error.shape[:-1]:
-                error = error[mask.to(self._device)]
+            error = _that_count(error, None if mask is None else mask.to(self._device))
             loss = error.sum()
             total += float(loss.detach())
             if torch.is_grad_enabled():
                 loss.backward()
+        if not math.isfinite(total):
+            raise NumericsError(
+                f"{self._name}: the squared error of its outputs is {total} on {len(numbers)} calibration sequences, and nothing can be "
+                "learned from that; check the model in its own dtype on this data"
+            )
         return total
 
     def _to(self, tree: Any) -> Any:
@@ -128,6 +139,10 @@ class BlockLoss:
     def _output(self, inputs: Any) -> Tensor:
         args, kwargs = inputs
         return first_tensor(self._block(*args, **kwargs))
+
+
+def _that_count(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None or mask.shape != values.shape[:-1] else values[mask]
 
 
 def first_tensor(output: Any) -> Tensor:

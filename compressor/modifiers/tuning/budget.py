@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from compressor.errors import NumericsError
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
 
 _BETAS = (0.9, 0.99)  # of Adam; a hundred steps are too few for a memory of a thousand
@@ -113,11 +114,19 @@ def tune(
 
     Returns:
         What came of it.
+
+    Raises:
+        NumericsError: the compressed model is NaN or infinitely far from the base before anything has moved.
     """
     optimizer = torch.optim.Adam(moves.tensors(), lr=budget.lr, betas=_BETAS, eps=1e-10)
     batches = _batches(split.trained, budget.batch_size, budget.seed)
     with frozen(model):
         before = best = _held_out(moves, base, split)
+        if not math.isfinite(before):
+            raise NumericsError(
+                f"{base.where}: {base.measure} of the compressed model is {before}, though the base's outputs are finite; check what the "
+                "modifiers before it have made of the model"
+            )
         kept, best_step, misses, step = moves.copies(), 0, 0, 0
         losses: list[float] = []
         while step < budget.steps and misses < budget.patience:

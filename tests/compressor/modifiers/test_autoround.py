@@ -22,7 +22,7 @@ from transformers import (
 
 from compressor import load_compressed, oneshot
 from compressor.algorithms.autoround import LearnedRounding
-from compressor.errors import CalibrationError, TracingError
+from compressor.errors import CalibrationError, NumericsError, TracingError
 from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -218,6 +218,32 @@ def test_a_checkpoint_is_read_back(tmp_path: Path) -> None:
 def test_what_cannot_be_learned_is_refused() -> None:
     with pytest.raises(CalibrationError, match="a block is learned at once; leave sequential_targets out"):
         oneshot(llama(), recipe=recipe(), dataset=TOKENS, sequential_targets=["LlamaMLP", "LlamaAttention"])
+
+
+SPOILT: dict[str, tuple[Any, str]] = {
+    # A token that one of 32 sequences holds: not among those on which the best step is found, perhaps.
+    "NaN for one token": (lambda model: model.model.embed_tokens.weight[95].fill_(torch.nan), "layers.0: its calibration outputs hold NaN"),
+    "infinite values": (
+        lambda model: model.model.layers[1].mlp.up_proj.weight.mul_(1e38),
+        "layers.1: its calibration outputs hold NaN or inf",
+    ),
+    "squares that are none": (
+        lambda model: [model.model.layers[1].mlp.get_submodule(name).weight.mul_(1e12) for name in ("up_proj", "gate_proj")],
+        "layers.1: the squared error of its outputs is inf on 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["propagated", "base"])
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_block_whose_loss_is_no_number_is_named(what: str, target: str) -> None:
+    model, (spoil, message) = llama(), SPOILT[what]
+    ids = torch.where(TOKENS == 95, 0, TOKENS)
+    ids[17, 5] = 95
+    with torch.no_grad():
+        spoil(model)
+    with pytest.raises(NumericsError, match=message):
+        oneshot(model, recipe=recipe(target=target, iters=2), dataset=ids)
 
 
 def test_padding_is_not_aimed_at() -> None:

@@ -22,8 +22,10 @@ from transformers import (
 
 from compressor import load_compressed, oneshot
 from compressor.algorithms.scale_tuning import FixedCodes, divergence, move_gradient, moved_scale, scaled_weight, sum_by_scale
-from compressor.errors import CalibrationError, RecipeError, SchemeError
+from compressor.errors import CalibrationError, NumericsError, RecipeError, SchemeError
+from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.scale_tuning import ScaleTuningModifier
+from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.nn import QuantizedLayer
 from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
 
@@ -185,6 +187,18 @@ def test_what_cannot_be_trained_is_refused_before_any_batch_runs() -> None:
         oneshot(llama(), recipe=recipe(), dataset=TOKENS[:1])
     with pytest.raises(RecipeError, match="held_out_frac"):
         ScaleTuningModifier(held_out_frac=1.0)
+
+
+@pytest.mark.parametrize("learned", ["scales", "rotations"])
+def test_a_base_whose_outputs_are_no_numbers_is_nothing_to_aim_at(learned: str) -> None:
+    model, ids = llama(), torch.where(TOKENS == 95, 0, TOKENS)
+    ids[41, 3] = 95  # one token of one sequence
+    with torch.no_grad():
+        model.model.embed_tokens.weight[95, 7] = torch.nan
+    rounding = QuantizationModifier(config_groups={"g": {"targets": ["Linear"], "weights": INT3}}, ignore=["lm_head"])
+    modifiers = [rounding, ScaleTuningModifier(steps=1)] if learned == "scales" else [SpinQuantModifier(learnable=True), rounding]
+    with pytest.raises(NumericsError, match=r"\[.\]: the uncompressed model gives NaN or infinity on batch \d+ of the calibration data"):
+        oneshot(model, recipe=modifiers, dataset=ids)
 
 
 @pytest.mark.nightly
