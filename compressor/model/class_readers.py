@@ -17,6 +17,7 @@ from compressor.model.folder import some
 from compressor.model.targets import ends_of, other_names
 from compressor.nn import QuantizedLayer
 from compressor.nn.experts import UnfusedExperts
+from compressor.nn.kv_cache import KV_SCALES, kv_args
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 # Settings of modules that say nothing of what a forward computes, or that shapes of weights say better: a layer's number, a size.
@@ -143,28 +144,42 @@ def _class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) ->
 def check_class_builds(model: nn.Module) -> None:
     """Refuse a model in memory that is built otherwise than its class builds it from its config, for nobody could load its checkpoint.
 
-    A layer taken out, a wrapped projection or an added bias stands in no config.json: `from_pretrained` fills what it misses with random
-    numbers, leaves out what it does not know, and warns at most.
+    A layer taken out, a wrapped projection, an added bias or buffer stands in no config.json: `from_pretrained` fills what it misses with
+    random numbers, leaves out what it does not know, and warns at most.
 
     Args:
         model: compressed or not. Of what is no model of transformers, or cannot be built from its config, nothing is known.
 
     Raises:
-        ModelError: names the weights that differ.
+        ModelError: names the tensors that differ.
     """
     twin = class_twin(model)
     if twin is None:
         return
-    experts = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, UnfusedExperts))
-    layers = tuple(f"{name}." for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, QuantizedLayer))
-    own, built = _shapes(model, experts, layers), _shapes(twin, experts, layers)
+    ours = _own_tensors(model)
+    own, built = (
+        {key: shape for key, shape in _shapes(one).items() if key not in ours and not key.startswith(tuple(ours))} for one in (model, twin)
+    )
     odd = sorted(key for key in own.keys() | built.keys() if own.get(key) != built.get(key))
     if odd:
         raise ModelError(
-            f"{type(model).__name__}: {some(odd)}: {len(odd)} weights are not those that the class builds from its config, and whoever "
+            f"{type(model).__name__}: {some(odd)}: {len(odd)} tensors are not those that the class builds from its config, and whoever "
             "loads the checkpoint would find other layers there; make config and model agree (removed layers: num_hidden_layers; adapters: "
-            "merge them first), or keep the model in memory (no output_dir)"
+            "merge them first; a buffer of your own: persistent=False), or keep the model in memory (no output_dir)"
         )
+
+
+def _own_tensors(model: nn.Module) -> set[str]:
+    """Names of what compression makes of a model; of what lies deeper, such as experts that were taken apart, how they begin."""
+    found = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, UnfusedExperts):
+            found.add(f"{name}.")
+        if isinstance(module, QuantizedLayer):
+            found |= {f"{name}.{key}" for key in ("weight", *module.specs())} | {f"{name}.{key}." for key in module._modules}
+        if kv_args(module) is not None:
+            found |= {f"{name}.{key}" for key in KV_SCALES}
+    return found
 
 
 def module_notes(model: nn.Module) -> list[str]:
@@ -265,12 +280,13 @@ def class_twin(model: nn.Module, settings: Mapping[tuple[str, ...], Any] | None 
         return None
 
 
-def _shapes(model: nn.Module, experts: tuple[str, ...], layers: tuple[str, ...]) -> dict[str, torch.Size]:
-    """Shapes of the parameters, less those of taken apart experts and those of quantized layers other than biases."""
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Shapes of the parameters and of the buffers that are saved with them."""
     return {
-        name: parameter.shape
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not name.startswith(experts) and (name.endswith(".bias") or not name.startswith(layers))
+        f"{name}.{key}".lstrip("."): tensor.shape
+        for name, module in model.named_modules(remove_duplicate=False)
+        for key, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None and key not in module._non_persistent_buffers_set
     }
 
 

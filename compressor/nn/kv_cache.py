@@ -31,6 +31,7 @@ PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value")
 _ARGS_ATTRIBUTE, _HANDLE_ATTRIBUTE = "kv_cache_args", "_kv_cache_handle"
 PARTS = ("k", "v")
+KV_SCALES = tuple(f"{part}_{what}" for part in PARTS for what in ("scale", "zero_point"))  # the buffers of an attention module
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -108,7 +109,7 @@ def detach_kv_quantizer(attention: nn.Module) -> None:
     getattr(attention, _HANDLE_ATTRIBUTE).remove()
     delattr(attention, _HANDLE_ATTRIBUTE)
     delattr(attention, _ARGS_ATTRIBUTE)
-    for key in [key for part in PARTS for key in (f"{part}_scale", f"{part}_zero_point") if key in attention._buffers]:
+    for key in [key for key in KV_SCALES if key in attention._buffers]:
         delattr(attention, key)
 
 

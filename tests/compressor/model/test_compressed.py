@@ -370,6 +370,23 @@ def _bias(model) -> None:
     model.model.layers[0].mlp.down_proj.bias = nn.Parameter(torch.ones(128))
 
 
+def _buffer(model) -> None:
+    model.register_buffer("tokens_seen", torch.zeros(1))
+
+
+def _buffer_of_a_layer(model) -> None:
+    model.model.layers[1].mlp.up_proj.register_buffer("step", torch.zeros(1))
+
+
+def _buffer_of_another_size(model) -> None:
+    model.model.layers[1].register_buffer("counts", None)
+    model.model.layers[1].counts = torch.zeros(3)
+
+
+def _unsaved_buffer(model) -> None:
+    model.register_buffer("tokens_seen", torch.zeros(1), persistent=False)
+
+
 def _two_layers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -399,7 +416,7 @@ def _nothing(model) -> None:
 
 @pytest.mark.parametrize(("change", "named"), [
     (_epsilon, r"input_layernorm\.variance_epsilon is 1e-06, not 0\.5"), (_activation, "layers.1.mlp.act_fn is a GELU, not a SiLU"),
-    (_forward, "layers.1.forward was replaced"), (_nothing, None)
+    (_forward, "layers.1.forward was replaced"), (_nothing, None), (_unsaved_buffer, None)
 ])  # fmt: skip
 def test_what_no_file_can_hold_of_a_model_in_memory_is_said(change, named, tmp_path):
     model = _two_layers()
@@ -411,7 +428,8 @@ def test_what_no_file_can_hold_of_a_model_in_memory_is_said(change, named, tmp_p
 
 
 @pytest.mark.parametrize(("change", "named"), [
-    (_wrap, "q_proj.base.weight"), (_cut, "layers.1.input_layernorm.weight"), (_bias, "down_proj.bias")
+    (_wrap, "q_proj.base.weight"), (_cut, "layers.1.input_layernorm.weight"), (_bias, "down_proj.bias"), (_buffer, "tokens_seen"),
+    (_buffer_of_a_layer, r"layers\.1\.mlp\.up_proj\.step"), (_buffer_of_another_size, r"layers\.1\.counts"),
 ])  # fmt: skip
 def test_a_model_built_otherwise_than_its_config_is_not_saved_but_may_stay_in_memory(change, named, tmp_path):
     model = _two_layers()
