@@ -54,8 +54,10 @@ def check_unclaimed(model: nn.Module, base: Mapping[str, Content], claimed: Coll
     """
     found, claimed = dict(_stored(model)), _by_all_names(model, claimed)
     mine = {name for name in found if _owner(name) in claimed or name in exempt}
-    tied = {found[name].data_ptr() for name in mine}  # the head of a model whose embedding is pruned
-    free = {name: tensor for name, tensor in found.items() if name not in mine and tensor.data_ptr() not in tied}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    objects = {name: id(tensor) for name, tensor in named}
+    tied = {objects.get(name) for name in mine} - {None}  # the head of a model whose embedding is pruned; memory alone ties nothing
+    free = {name: tensor for name, tensor in found.items() if name not in mine and objects.get(name) not in tied}
     now = _contents(free, {})
     wrong = [name for name in free if name in base and now[name] != base[name]]
     wrong += [name for name in free if name not in base and not _lies_in(name, claimed)]

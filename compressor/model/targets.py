@@ -14,7 +14,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from compressor.errors import TargetError
 from compressor.nn.experts import usual_name
@@ -133,6 +134,25 @@ def owners_of_parameters(model: nn.Module) -> dict[int, list[str]]:
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append(f"{name}.{key}" if name else key)
     return owners
+
+
+def share_values(one: Tensor, other: Tensor) -> bool:
+    """Say whether writing to one of two tensors may change the other.
+
+    Args:
+        one: strided, on any device.
+        other: strided, of the same storage.
+
+    Returns:
+        True where they have an element in common; rows, or columns, of one tensor side by side have none.
+    """
+    if not one.numel() or not other.numel():
+        return False
+    if one.dtype != other.dtype or (one.storage_offset(), one.shape, one.stride()) == (other.storage_offset(), other.shape, other.stride()):
+        return True
+    marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    marks.as_strided(one.size(), one.stride(), one.storage_offset()).fill_(True)
+    return bool(marks.as_strided(other.size(), other.stride(), other.storage_offset()).any())
 
 
 def other_names(model: nn.Module) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from compressor.algorithms.pruning.magnitude import num_zeros
 from compressor.errors import LifecycleError, TargetError
 from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
-from compressor.model.targets import check_patterns, loose_patterns, resolve_layers
+from compressor.model.targets import check_patterns, loose_patterns, resolve_layers, share_values
 from compressor.nn import QuantizedLayer
 from compressor.nn.quantized_linear import is_conv1d
 
@@ -121,7 +121,7 @@ class PruningModifier(Modifier):
 
         Raises:
             TargetError: a pattern matches nothing, or a module without a float weight of two dimensions or more, or with one that a
-                module outside of the targets shares.
+                module outside of the targets shares, or shares the memory of.
         """
         found: dict[str, nn.Module] = {}
         seen: set[int] = set()
@@ -135,7 +135,7 @@ class PruningModifier(Modifier):
             if id(weight) not in seen:
                 found[name] = module
             seen.add(id(weight))
-        _check_ties(model, found.keys(), resolved.values(), seen)
+        _check_ties(model, found, resolved.values())
         return found
 
     def targeted(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -264,14 +264,19 @@ def _has_rows(module: nn.Module) -> bool:
     return weight is not None and weight.dim() >= 2 and weight.is_floating_point()
 
 
-def _check_ties(model: nn.Module, pruned: Collection[str], targets: Collection[nn.Module], weights: Collection[int]) -> None:
-    """Refuse weights that a module outside of the targets shares: it would lose them too, though nobody asked for that."""
+def _check_ties(model: nn.Module, pruned: Mapping[str, nn.Module], targets: Collection[nn.Module]) -> None:
+    """Refuse weights of which a module outside of the targets holds a part: it would lose that too, though nobody asked for it."""
     inside = {id(module) for module in targets}
-    owners = {id(model.get_submodule(name).get_parameter("weight")): name for name in pruned}
+    owners: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, module in pruned.items():
+        weight = module.get_parameter("weight")
+        owners.setdefault(weight.untyped_storage()._cdata, []).append((name, weight))
     for name, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            if id(module) not in inside and id(parameter) in weights:
-                owner = owners[id(parameter)]
+        for key, tensor in () if id(module) in inside else (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or tensor.layout is not torch.strided:
+                continue
+            owner = next((one for one, weight in owners.get(tensor.untyped_storage()._cdata, ()) if share_values(weight, tensor)), None)
+            if owner is not None:
                 raise TargetError(
                     f"{owner}: its weight is tied to {name}.{key}, which is no target and would be pruned with it; add {owner!r} to "
                     f"ignore, add {name!r} to targets, or untie the weights first"

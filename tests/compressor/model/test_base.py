@@ -135,6 +135,15 @@ def test_what_is_tied_to_a_claimed_weight_changes_with_it() -> None:
         check_unclaimed(model, base, {"2"})
 
 
+def test_what_only_shares_the_memory_of_a_claimed_weight_is_another_weight() -> None:
+    model = stack()
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    base = contents(model)
+    model[0].weight.data.mul_(0.5)
+    with pytest.raises(CheckpointError, match=r"^1\.weight: 1 tensors"):
+        check_unclaimed(model, base, {"0"})
+
+
 @pytest.mark.parametrize("kind", [Careless, Eager])
 @pytest.mark.parametrize("says", ["", "claim", "touch", "replace"])
 def test_a_modifier_that_says_nothing_saves_nothing(says: str, kind: type[Careless], tmp_path: Path) -> None:

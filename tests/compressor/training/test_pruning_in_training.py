@@ -12,6 +12,7 @@ from compressor.algorithms.pruning.magnitude import num_zeros
 from compressor.errors import LifecycleError, RecipeError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Modifier, Session, State
 from compressor.modifiers.pruning.magnitude import ConstantPruningModifier, MagnitudePruningModifier
+from compressor.modifiers.pruning.sparsegpt import SparseGPTModifier
 from compressor.recipe import load_recipe
 from compressor.training import Snapshot, Trainer, TrainStep, load_training, save_training
 
@@ -256,6 +257,30 @@ def test_a_weight_that_a_module_outside_of_the_targets_shares_is_not_pruned(targ
         Session(State(tied), [modifier]).initialize()
     shared = nn.Sequential(tied[1], nn.ReLU(), tied[1])  # one module under two names is one target
     assert list(MagnitudePruningModifier(final_sparsity=0.5).prunable(shared)) == ["0"]
+
+
+@pytest.mark.parametrize("kind", [MagnitudePruningModifier, ConstantPruningModifier, SparseGPTModifier])
+@pytest.mark.parametrize("name", ["the whole of it", "rows of both", "a buffer"])
+def test_a_weight_whose_memory_a_module_outside_of_the_targets_shares_is_not_pruned(name, kind):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    rows = torch.randn(6, 4)
+    model[0].weight = nn.Parameter(rows[:4])
+    if name == "a buffer":
+        model[1].register_buffer("table", rows[0])
+    else:
+        model[1].weight = nn.Parameter(rows[:4] if name == "the whole of it" else rows[2:])
+    settings = {MagnitudePruningModifier: {"final_sparsity": 0.5}, SparseGPTModifier: {"sparsity": 0.5}}.get(kind, {})
+    with pytest.raises(TargetError, match=r"^0: its weight is tied to 1\.(weight|table), which is no target"):
+        Session(State(model), [kind(targets=["0"], **settings)]).initialize()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_halves_of_one_weight_side_by_side_are_two_weights(dim):
+    halves = torch.randn(8, 8).chunk(2, dim)
+    model = nn.Sequential(*(nn.Linear(*half.shape[::-1], bias=False) for half in halves))
+    for layer, half in zip(model, halves, strict=True):
+        layer.weight = nn.Parameter(half)
+    assert list(MagnitudePruningModifier(final_sparsity=0.5, targets=["0"]).prunable(model)) == ["0"]
 
 
 def test_before_the_first_batch_and_after_an_abort_nothing_of_the_model_has_changed(cases, new_trainer):
