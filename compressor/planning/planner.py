@@ -34,7 +34,6 @@ from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.pipelines.memory import parse_bytes
 from compressor.pipelines.stage_targets import cut_at_inputs, expert_targets
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
@@ -42,6 +41,7 @@ from compressor.planning.stages import Beside, Setting, lay_out
 from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of
 from compressor.recipe import Recipe, load_recipe
 from compressor.settings.options import from_settings
+from compressor.settings.sizes import parse_bytes
 from compressor.settings.verbs import PlanSettings
 from compressor.tracing import Partition, partition
 

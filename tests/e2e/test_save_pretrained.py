@@ -285,7 +285,11 @@ KEYWORDS: dict[str, tuple[dict[str, Any], str]] = {
     "no state": ({"state_dict": {}}, "differ from the model's own"),
     "no tensors": ({"state_dict": {"a": 1}}, "something else than tensors"),
     "size of nothing": ({"max_shard_size": 0}, "max_shard_size: 0"),
+    "size of less than a byte": ({"max_shard_size": "0.0001KB"}, "max_shard_size: '0.0001KB' has room for nothing"),
     "size in a unit that is none": ({"max_shard_size": "5XB"}, "5XB"),
+    "size below zero": ({"max_shard_size": "-5GB"}, "max_shard_size: '-5GB' is no size in bytes"),
+    "size without end": ({"max_shard_size": "infGB"}, "'infGB' is no size"),
+    "yes": ({"max_shard_size": True}, "max_shard_size: True"),
 }
 
 

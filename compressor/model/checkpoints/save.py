@@ -31,6 +31,7 @@ from compressor.model.headers import write_header, write_tensors
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.scheme import QuantizationScheme
+from compressor.settings.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -83,11 +84,12 @@ def save_checkpoint(
 
     Raises:
         OutputError: the output folder cannot be used.
+        UserInputError: `max_shard_bytes` is no size, or none at all.
         CheckpointError: a scale, zero point or code is not fit to be written, the record is no JSON, the disk is full or fails, or what was
             written does not read back; nothing is left behind.
     """
     target = check_output_dir(output_dir, source=source_dir, beside_others=beside_others)
-    _check_shard_size(max_shard_bytes)
+    max_shard_bytes = _shard_bytes(max_shard_bytes)
     state = _state(model)
     audit_qparams(model, schemes)
     transformers_model = as_pretrained(model)
@@ -138,11 +140,11 @@ def save_empty(
         max_shard_bytes: above this the weights are split over several files with an index; a number, or text such as "5GB".
 
     Raises:
-        OutputError: that is no size.
+        UserInputError: `max_shard_bytes` is no size, or none at all.
         CheckpointError: transformers cannot save the model.
         OSError: the disk is full or fails.
     """
-    _check_shard_size(max_shard_bytes)
+    max_shard_bytes = _shard_bytes(max_shard_bytes)
     state = with_fused_floats(model, model.state_dict())
     with _lent_objects(model, state):
         _write_pretrained(folder, model, state, schemes, max_shard_bytes, write_header)
@@ -214,17 +216,14 @@ def _to_json(content: Mapping[str, Any]) -> str:
         ) from error
 
 
-def _check_shard_size(size: object) -> None:
-    wrong = OutputError(f"max_shard_size: {size!r} is no size; give a number of bytes above 0, or text such as '5GB'")
-    if not isinstance(size, int | str) or isinstance(size, bool) or (isinstance(size, int) and size < 1):
-        raise wrong
-    try:
-        split_torch_state_dict_into_shards({}, max_shard_size=size)
-    except ValueError as error:
-        raise wrong from error
+def _shard_bytes(size: int | str) -> int:
+    found = parse_bytes(size, "max_shard_size")
+    if not found:
+        raise OutputError(f"max_shard_size: {size!r} has room for nothing; give a size such as 5GB")
+    return found
 
 
-def _write_module(folder: Path, state: dict[str, Tensor], max_shard_bytes: int | str) -> None:
+def _write_module(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) -> None:
     """Write every name, tied or not, so that `load_state_dict(load_file(...))` works as it stands."""
     whole = _unshare(state, set(state))
     split = split_torch_state_dict_into_shards(whole, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes)
@@ -252,7 +251,7 @@ def _write_pretrained(
     model: PreTrainedModel,
     state: dict[str, Tensor],
     schemes: Mapping[str, QuantizationScheme],
-    max_shard_bytes: int | str,
+    max_shard_bytes: int,
     write: _Write,
 ) -> None:
     config = copy.deepcopy(model.config)
