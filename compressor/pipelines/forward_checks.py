@@ -6,8 +6,8 @@ the mask keeps such a row and drops one that is a token, padding would be counte
 row is its author's choice, and none of the kind.
 
 Calls. A layer that its owner also holds in a list or a function stays there as it was. Forwards that run anyway before compression tell
-which modules are called; one of the smallest batch at the end tells what is left of it. A module counts only where its owner is called as
-well: which experts a token is sent to may change.
+which modules are called; one of the smallest batch at the end tells what is left of it, and where that passes by a layer, those of the
+others. A module counts only where its owner is called as well: which experts a token is sent to may change.
 
 Writes. What a forward writes to the weight of a compressed layer goes nowhere, for what it gets to see of it is a copy.
 """
@@ -211,10 +211,12 @@ def _noting(called: set[str], name: str, module: nn.Module) -> Callable[..., Non
 def check_still_called(session: Session, data: CalibrationData, before: set[str], rewritten: Collection[str]) -> None:
     """Run the compressed model on its smallest batch: are all layers called, and is nothing written to them? The model is as before.
 
+    Where a layer is not called, others may reach it that this one passes by: then batches follow until all layers were called.
+
     Args:
         session: after the last stage; its hooks are put to sleep.
         data: the batches.
-        before: modules that were called before compression.
+        before: modules that were called before compression; those with tokens in the report were, too.
         rewritten: parameters that a forward writes to for good, as RWKV does at its first one. A model of transformers is compressed as it
             was loaded, for who reads the checkpoint may unpack its weights first; a note says so.
 
@@ -222,13 +224,33 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
         CalibrationError: a layer is called no more, though its owner is; its weight is written to; or the compressed model raises an
             error.
     """
-    model = session.state.model
     # What no forward has called before says nothing when none calls it now.
-    owners = {name: _owner(model, name) for name in compressed_names(session.state) if name in before}
+    before = before | {name for name, one in session.state.report.modules.items() if one.num_tokens}
+    owners = {name: _owner(session.state.model, name) for name in compressed_names(session.state) if name in before}
     if not owners:
         return
-    batch = batch_to(_smallest(data), session.state.device)
-    watched = list(dict.fromkeys((*owners, *owners.values())))
+    called: set[str] = set()
+    written: set[str] = set()
+    lost: list[str] = []
+    for batch in _smallest_first(data):
+        now, writes = _calls_and_writes(session, batch_to(batch, session.state.device), list(dict.fromkeys((*owners, *owners.values()))))
+        called, written = called | now, written | writes
+        lost = [name for name, owner in owners.items() if owner in called and name not in called]
+        if not lost:
+            break
+    _judge_writes(session.state, written, rewritten)
+    if not lost:
+        return
+    more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
+    raise CalibrationError(
+        f"{lost[0]}{more}: {owners[lost[0]] or 'the model'} calls it no more now that it is compressed: it holds the float layer in "
+        "another place (a list, a dict, a function), or asks for its class; let it call its submodule by name, or ignore the layer"
+    )
+
+
+def _calls_and_writes(session: Session, batch: Batch, watched: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Run the compressed model on a batch: which modules were called, and to the weights of which was written?"""
+    model = session.state.model
     with session.hooks_disabled(), torch.no_grad(), Footprint(model), calls_of(model, watched) as called:
         try:
             with _writes_to(model) as written:
@@ -238,14 +260,7 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
                 f"forward: the compressed model raises {one_line(error.__cause__ or error)} on a batch that it took before; ignore the "
                 "layers of which its code asks for more than to be called"
             ) from error
-    _judge_writes(session.state, written, rewritten)
-    lost = [name for name, owner in owners.items() if owner in called and name not in called]
-    if lost:
-        more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
-        raise CalibrationError(
-            f"{lost[0]}{more}: {owners[lost[0]] or 'the model'} calls it no more now that it is compressed: it holds the float layer in "
-            "another place (a list, a dict, a function), or asks for its class; let it call its submodule by name, or ignore the layer"
-        )
+    return called, written
 
 
 @contextmanager
@@ -289,12 +304,14 @@ def _judge_writes(state: State, written: Collection[str], rewritten: Collection[
         )
 
 
-def _smallest(data: CalibrationData) -> Batch:
-    """The smallest batch; of token ids alone its first row, which any model of tokens takes."""
-    batch = min(data.batches, key=lambda one: leading_tensor(one).numel())
-    if isinstance(batch, dict) and batch.keys() <= {"input_ids", "attention_mask"}:
-        return {name: tensor[:1] for name, tensor in batch.items()}
-    return batch
+def _smallest_first(data: CalibrationData) -> Iterator[Batch]:
+    """The smallest batch; of token ids alone its first row, which any model of tokens takes. Then all, from the largest down."""
+    by_size = sorted(data.batches, key=lambda one: leading_tensor(one).numel())
+    first = by_size[0]
+    if isinstance(first, dict) and first.keys() <= {"input_ids", "attention_mask"}:
+        first = {name: tensor[:1] for name, tensor in first.items()}
+    yield first
+    yield from reversed(by_size)
 
 
 def _owner(model: nn.Module, name: str) -> str:

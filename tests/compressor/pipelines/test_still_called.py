@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class Block(nn.Module):
         self.by_name: Any = {"up": self.a, "down": self.b}
         self.function: Any = lambda x, up=self.a, down=self.b: down(torch.relu(up(x)))
         self.bound = (self.a.forward, self.b.forward)
-        if how != "list":
+        if not how.startswith("list"):
             del self.steps
         if how != "function":
             del self.function
@@ -86,10 +87,11 @@ class Model(nn.Module):
         return hidden
 
 
-def compressed(model: nn.Module, kind: str) -> nn.Module:
+def compressed(model: nn.Module, kind: str, lengths: Sequence[int] = ()) -> nn.Module:
     groups: Any = {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": SIZE}}}
     ids = torch.randint(0, 32, (16, 6), generator=torch.Generator().manual_seed(0))
-    oneshot(model, recipe=GPTQModifier(config_groups=groups), dataset=ids, **KINDS[kind])
+    rows = [row[:length].tolist() for row, length in zip(ids, lengths, strict=False)]
+    oneshot(model, recipe=GPTQModifier(config_groups=groups), dataset=rows or ids, **KINDS[kind])
     return model
 
 
@@ -111,6 +113,22 @@ def test_what_an_owner_asks_of_its_layer_is_there_after_compression(how: str, ki
     expected = Model(how).eval()(ids)
     got = compressed(Model(how).eval(), kind)(ids)
     assert 0 < float((got - expected).detach().abs().max()) < 0.05
+
+
+def only(kind: str, how: str) -> str:
+    """A way that some lengths alone take; others pass by."""
+    takes = {"short ones pass by": lambda x: x.shape[1] >= 4, "one length": lambda x: x.shape[1] == 5}[kind]
+    WAYS[f"{how}, {kind}"] = lambda block, x: WAYS[how](block, x) if takes(x) else 0 * x
+    return f"{how}, {kind}"
+
+
+@pytest.mark.parametrize("kind", ["graph", "suspend", "basic"])
+@pytest.mark.parametrize("lengths", ["short ones pass by", "one length"])
+def test_a_layer_that_the_smallest_batch_passes_by_is_looked_for_in_the_others(lengths: str, kind: str) -> None:
+    model = compressed(Model(only(lengths, "plain")).eval(), kind, (6, 6, 3, 5, 6))
+    assert not any(isinstance(block.a, nn.Linear) for block in model.layers)
+    with pytest.raises(CompressorError, match=r"layers\.\d"):  # held in a list
+        compressed(Model(only(lengths, "list")).eval(), kind, (6, 6, 3, 5, 6))
 
 
 def _swapped(block: Any) -> None:
