@@ -178,6 +178,11 @@ def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -
     if not batches:
         raise DatasetError("dataset: the DataLoader gave no batch; give data to calibrate with")
     num_tokens = sum(_count_tokens(batch, mask) for batch, mask in zip(batches, masks, strict=True))
+    if not num_tokens:
+        raise DatasetError(
+            f"dataset: all {taken} samples of the DataLoader are empty or masked out (attention_mask, loss_mask); give batches with tokens "
+            "that count"
+        )
     return CalibrationData(batches, masks, hash_batches(raw_batches), taken, num_tokens)
 
 

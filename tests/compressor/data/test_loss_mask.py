@@ -91,6 +91,18 @@ def loader(**batch: Tensor) -> Any:
     return DataLoader([batch], batch_size=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("batch", [
+    {"input_ids": torch.tensor(IDS), "loss_mask": torch.zeros(3, 4, dtype=torch.long)},
+    {"input_ids": torch.tensor(IDS), "attention_mask": torch.zeros(3, 4, dtype=torch.long)},
+    {"input_ids": torch.tensor(IDS), "attention_mask": 1 - torch.tensor(LOSS), "loss_mask": torch.tensor(LOSS)},
+    {"input_ids": torch.zeros(3, 0, dtype=torch.long)},
+    {"x": torch.zeros(3, 0, 8)},
+])  # fmt: skip
+def test_a_loader_without_a_token_that_counts_is_refused(batch: dict[str, Tensor]) -> None:
+    with pytest.raises(DatasetError, match="all 3 samples of the DataLoader are empty or masked out"):
+        load_dataset_source(loader(**batch))
+
+
 def test_a_loader_may_give_one_with_its_batches() -> None:
     ids, mask, loss = torch.tensor(IDS), torch.tensor([[0, 1, 1, 1]] + [[1] * 4] * 2), torch.tensor(LOSS)
     data = load_dataset_source(loader(input_ids=ids, attention_mask=mask, loss_mask=loss))
