@@ -90,7 +90,7 @@ class Hessian:
             [C, C] float32, exactly symmetric.
 
         Raises:
-            NumericsError: no token was seen, or an input held NaN or infinity.
+            NumericsError: no token was seen, or an input held NaN or infinity, or values whose squares float32 does not hold.
         """
         panels, self.panels = self.panels.total(), PartSum()
         if self.num_tokens == 0 or panels is None:
@@ -104,7 +104,10 @@ class Hessian:
         H_CC.mul_(2.0 / self.num_tokens)
         # A NaN or infinite input always reaches its own diagonal entry.
         if not bool(torch.isfinite(H_CC.diagonal()).all()):
-            raise NumericsError(f"{name}: its calibration inputs hold NaN or infinity; check the model in its own dtype on this data")
+            raise NumericsError(
+                f"{name}: its calibration inputs hold NaN or infinity, or are too large to be squared in float32; check the model "
+                "in its own dtype on this data"
+            )
         return H_CC
 
     def _zeros(self, rows: int, columns: int) -> Tensor:
@@ -141,7 +144,20 @@ def relative_output_error(weight_RC: Tensor, values_RC: Tensor, hessian_CC: Tens
         0 for equal outputs, 1 for all zeros; over at most 128 evenly spaced rows. 0 where the outputs are zero.
     """
     step = max(1, -(-weight_RC.shape[0] // ERROR_ROWS))
-    kept = weight_RC[::step].float()
-    error = kept - values_RC[::step].float()
+    kept, values = weight_RC[::step].float(), values_RC[::step].float()
+    kept, error = near_one(kept, kept), near_one(kept - values, kept)
     energy = float(((kept @ hessian_CC) * kept).sum(dtype=torch.float64))
     return float(((error @ hessian_CC) * error).sum(dtype=torch.float64)) / energy if energy > 0 else 0.0
+
+
+def near_one(values: Tensor, largest: Tensor) -> Tensor:
+    """Scale values whose squares are to be compared, so that these neither overflow nor vanish.
+
+    Args:
+        values: float32.
+        largest: float32; its largest absolute value comes to lie between a half and one.
+
+    Returns:
+        The values times a power of two, which is exact.
+    """
+    return torch.ldexp(values, -torch.frexp(largest.abs().amax()).exponent)

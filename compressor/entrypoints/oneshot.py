@@ -354,7 +354,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         experts.forget()
     if calibrate_all:
         experts.calibrate_all()
-    state.report.notes += [*experts.describe(), *check_values(state.model, state.claims), *buffer_notes(state.model)]
+    state.report.notes += [*experts.describe(), *check_values(state.model, state.claims.keys() | state.touched), *buffer_notes(state.model)]
     to_disk = place.output_dir is not None
     schemes = {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
     kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]

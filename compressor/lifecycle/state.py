@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from compressor.data import CalibrationData
 from compressor.data.collate import leading_tensor
 from compressor.distributed.ranks import Ranks
-from compressor.errors import TargetError, UserInputError
+from compressor.errors import NumericsError, TargetError, UserInputError
 from compressor.lifecycle.hooks import hand_over_hooks
 from compressor.model.targets import other_names, put_module
 from compressor.monitor import Monitor
@@ -45,6 +45,9 @@ class ModuleRecord:
         error: relative error of the module's output, or of its weight where no output was seen; >= 0.
         num_tokens: tokens that the module saw in calibration; None where none are needed.
         details: further numbers for the report.
+
+    Raises:
+        NumericsError: a number is NaN or infinite, which no report can hold.
     """
 
     name: str
@@ -53,6 +56,16 @@ class ModuleRecord:
     error: float
     num_tokens: int | None = None
     details: Mapping[str, Detail] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number, while it can be said of which module it is."""
+        numbers = {"error": self.error, **self.details}
+        wrong = next((key for key, value in numbers.items() if isinstance(value, float) and not math.isfinite(value)), None)
+        if wrong is not None:
+            raise NumericsError(
+                f"{self.name}: {self.modifier} finds {wrong}={numbers[wrong]}: its weights or outputs are too large for float32; scale the "
+                "model down, or ignore this module"
+            )
 
 
 @dataclass(frozen=True, order=True)

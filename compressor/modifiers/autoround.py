@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.autoround import LearnedRounding
+from compressor.algorithms.rtn import squared_sums
 from compressor.errors import CalibrationError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
@@ -25,7 +26,7 @@ from compressor.modifiers.tuning.blocks import BlockCalls, BlockLoss, weights_tr
 from compressor.modifiers.tuning.budget import frozen
 from compressor.nn import weight_of
 from compressor.nn.straight_through import through_rounding
-from compressor.numerics import QuantizationArgs, QuantizationScheme, dequantize, dynamic_qparams
+from compressor.numerics import QuantizationArgs, QuantizationScheme, dynamic_qparams
 from compressor.tracing import partition
 
 _JUDGES = 16  # sequences on which the best step is found, at most
@@ -206,9 +207,8 @@ class AutoRoundModifier(SchemeModifier):
     def _place(self, state: State, name: str, rounding: LearnedRounding, details: dict[str, Detail]) -> None:
         args = self._weights(name)
         codes_RC, qparams = rounding.codes(), rounding.qparams()
-        weight = weight_of(self._pending[name]).float()
-        error = (dequantize(codes_RC, qparams, args).float() - weight).square().sum() / weight.square().sum().clamp(min=1e-30)
-        record = ModuleRecord(name, type(self).__name__, scheme_label(args), float(error), None, details)
+        off, size = squared_sums(weight_of(self._pending[name]), codes_RC, qparams, args)
+        record = ModuleRecord(name, type(self).__name__, scheme_label(args), off / size if size else 0.0, None, details)
         self.place(state, name, codes_RC, qparams, record)
 
 

@@ -279,7 +279,10 @@ def _importance(importance_C: Tensor | None, groups_nS: Tensor, args: Quantizati
     if importance_C is None:
         raise SchemeError(f"{name}: imatrix_mse weighs errors by inputs, and of this weight's inputs nothing is known; use 'mse'")
     if not bool(importance_C.isfinite().all()):
-        raise NumericsError(f"{name}: its calibration inputs hold NaN or infinity; check the model in its own dtype on this data")
+        raise NumericsError(
+            f"{name}: its calibration inputs hold NaN or infinity, or are too large to be squared in float32; check the model in its "
+            "own dtype on this data"
+        )
     mean = importance_C.double().mean()
     even = torch.ones_like(importance_C, dtype=torch.float64)
     return (importance_C.double() / mean if float(mean) > 0 else even).reshape(-1, groups_nS.shape[-1])

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compressor.algorithms.hessian import near_one
 from compressor.errors import NumericsError
 
 
@@ -100,7 +101,12 @@ def num_zeros(sparsity: float, total: int) -> int:
 
 @torch.no_grad()
 def pruned_weights(
-    weights: Sequence[Tensor], sparsity: float, pattern: Pattern | Blocks | None = None, *, together: bool = False
+    weights: Sequence[Tensor],
+    sparsity: float,
+    pattern: Pattern | Blocks | None = None,
+    *,
+    together: bool = False,
+    names: Sequence[str] | None = None,
 ) -> list[Tensor]:
     """Choose the weights that become zero.
 
@@ -109,6 +115,7 @@ def pruned_weights(
         sparsity: share of zeros, 0 to 1; at most that of the pattern. Of blocks, the whole number below that share of all goes.
         pattern: which ones may go; None: any.
         together: one share for all of them together, in place of the same share for each; not in blocks, which differ in size.
+        names: dotted module names, for errors only.
 
     Returns:
         Bool masks, shaped like the weights: True where a weight goes.
@@ -116,9 +123,10 @@ def pruned_weights(
     Raises:
         NumericsError: NaN or infinity in a weight.
     """
+    named = zip(names or [f"weight {tuple(weight.shape)}" for weight in weights], weights, strict=True)
     if isinstance(pattern, Blocks):
-        return [_smallest_blocks(_scores(weight, None), sparsity, pattern) for weight in weights]
-    scores = [_scores(weight, pattern) for weight in weights]
+        return [_smallest_blocks(_scores(weight, None, name), sparsity, pattern) for name, weight in named]
+    scores = [_scores(weight, pattern, name) for name, weight in named]
     if not together:
         return [smallest(score, num_zeros(sparsity, score.numel())) for score in scores]
     flat = torch.cat([score.reshape(-1).to(scores[0].device) for score in scores])
@@ -144,6 +152,24 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     return (below | (equal & (equal.cumsum(0) <= count - below.sum()))).reshape(scores.shape)
 
 
+def removed_share(weight: Tensor, gone: Tensor, mean_square_C: Tensor | None = None) -> Tensor:
+    """Measure how much of a weight goes, of any size.
+
+    Args:
+        weight: floating point, [R, C] where inputs count.
+        gone: bool, shaped like the weight.
+        mean_square_C: [C] float32, mean of x^2 over the input, by which columns count; None: all alike.
+
+    Returns:
+        The share of the squared sizes, float32 without dimensions; 0 of zeros.
+    """
+    wide = weight.detach().float()
+    energy = near_one(wide, wide).square()
+    if mean_square_C is not None:
+        energy = energy * near_one(mean_square_C, mean_square_C)
+    return (energy * gone).sum() / energy.sum().clamp_min(torch.finfo(energy.dtype).tiny)
+
+
 def _smallest_blocks(scores: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
     laid_out = blocks.view(scores)
     sums = laid_out.sum((1, 3, 4), dtype=torch.float64)
@@ -151,10 +177,10 @@ def _smallest_blocks(scores: Tensor, sparsity: float, blocks: Blocks) -> Tensor:
     return gone[:, None, :, None, None].expand_as(laid_out).reshape(scores.shape)
 
 
-def _scores(weight: Tensor, pattern: Pattern | None) -> Tensor:
+def _scores(weight: Tensor, pattern: Pattern | None, name: str) -> Tensor:
     scores = weight.detach().to(torch.promote_types(weight.dtype, torch.float32)).abs()
     if not bool(scores.isfinite().all()):
-        raise NumericsError(f"weight {tuple(weight.shape)}: holds NaN or infinity, which have no place in an order; repair the model")
+        raise NumericsError(f"{name}: holds NaN or infinity, which have no place in an order; repair the model")
     return scores if pattern is None else scores.masked_fill(~_candidates(scores, pattern), torch.inf)
 
 

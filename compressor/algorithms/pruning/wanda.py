@@ -26,11 +26,14 @@ def scores(weight_RC: Tensor, mean_square_C: Tensor, name: str = "weight") -> Te
         [R, C] float32.
 
     Raises:
-        NumericsError: NaN or infinity in either.
+        NumericsError: NaN or infinity in either, or in a product.
     """
     found = weight_RC.float().abs() * mean_square_C.sqrt()
     if not bool(torch.isfinite(found).all()):
-        raise NumericsError(f"{name}: it or its inputs hold NaN or infinity, which have no place in an order; repair the model or the data")
+        raise NumericsError(
+            f"{name}: it or its inputs hold NaN or infinity, which have no place in an order, or values too large for float32; repair the "
+            "model or the data"
+        )
     return found
 
 

@@ -31,13 +31,13 @@ def check_values(model: nn.Module, changed: Collection[str]) -> list[str]:
 
     Args:
         model: not yet compressed.
-        changed: dotted names of the modules that will be compressed.
+        changed: dotted names of the modules that will be compressed, or changed otherwise.
 
     Returns:
         A sentence on the parameters of other modules that hold NaN or infinity, which stay as they are; empty where there are none.
 
     Raises:
-        NumericsError: a parameter of a module that will be compressed holds NaN or infinity.
+        NumericsError: a parameter of one of these modules holds NaN or infinity.
     """
     spoilt = []
     for name, parameter in model.named_parameters():
@@ -47,7 +47,8 @@ def check_values(model: nn.Module, changed: Collection[str]) -> list[str]:
         let_go([parameter])
         if name.rpartition(".")[0] in changed and not bool(low.isfinite() & high.isfinite()):
             raise NumericsError(
-                f"{name}: holds NaN or infinity, for which there is no scale; repair the model, or ignore {name.rpartition('.')[0]}"
+                f"{name}: holds NaN or infinity, which have no scale and no place in an order; repair the model, or ignore "
+                f"{name.rpartition('.')[0]}"
             )
         if not bool(low.isfinite() & high.isfinite()):
             spoilt.append(name)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 
-from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights
+from compressor.algorithms.pruning.magnitude import Pattern, pruned_weights, removed_share
 from compressor.algorithms.pruning.wanda import layer_sparsities, outlier_share, scores
 from compressor.errors import CalibrationError, RecipeError, SchemeError, TargetError
 from compressor.lifecycle import Event, ModuleRecord, State
@@ -224,9 +224,8 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         """
         self.fall_back(state, name, kind, detail)
         weight_RC = weight_rows(self._pending[name])
-        (gone_RC,) = pruned_weights([weight_RC], self.share_of(name), self.pattern)
-        energy = weight_RC.float().square()
-        error = float((energy * gone_RC).sum() / energy.sum().clamp_min(1e-30))
+        (gone_RC,) = pruned_weights([weight_RC], self.share_of(name), self.pattern, names=[name])
+        error = float(removed_share(weight_RC, gone_RC))
         self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, None, {"fallback": kind})
 
     def _given_shares(self) -> dict[str, float]:

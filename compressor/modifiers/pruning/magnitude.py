@@ -243,7 +243,8 @@ class MagnitudePruningModifier(PruningModifier):
         self._prune(self.final_sparsity)
 
     def _prune(self, sparsity: float) -> None:
-        masks = pruned_weights(self.weights(), sparsity, structure_of(self.mask_structure), together=self.apply_globally)
+        names, structure = list(self._modules), structure_of(self.mask_structure)
+        masks = pruned_weights(self.weights(), sparsity, structure, together=self.apply_globally, names=names)
         self.write_masks(masks)
         self._sparsity = sparsity
 

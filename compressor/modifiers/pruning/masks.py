@@ -15,7 +15,7 @@ import torch
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from compressor.algorithms.pruning.magnitude import num_zeros
+from compressor.algorithms.pruning.magnitude import num_zeros, removed_share
 from compressor.errors import LifecycleError, TargetError
 from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
 from compressor.model.targets import check_patterns, loose_patterns, resolve_layers, share_values
@@ -221,9 +221,7 @@ class PruningModifier(Modifier):
             masks: in the order of the modules, True where a weight goes.
         """
         for (name, module), mask in zip(self._modules.items(), masks, strict=True):
-            weight = weight_rows(module).float()
-            energy = weight.square().sum()
-            self._removed[name].copy_((weight.square() * mask).sum() / energy.clamp_min(torch.finfo(energy.dtype).tiny))
+            self._removed[name].copy_(removed_share(weight_rows(module), mask))
             self._pruned[name].copy_(mask)
         self.apply()
 

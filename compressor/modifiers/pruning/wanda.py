@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from compressor.algorithms.pruning.magnitude import removed_share
 from compressor.algorithms.pruning.wanda import prune_wanda
 from compressor.lifecycle import CalibrationNeed, Event, State
 from compressor.lifecycle.interface import AcrossRanks
@@ -41,8 +42,7 @@ class WandaPruningModifier(CalibratedPruningModifier):
                     self.prune_by_size(state, name, *dead_input(square.num_tokens))
                     continue
                 gone_RC = prune_wanda(weight_RC, mean_C, self.share_of(name), self.pattern, name=name)
-                energy_RC = weight_RC.float().square() * mean_C
-                error = float((energy_RC * gone_RC).sum() / energy_RC.sum().clamp_min(1e-30))
+                error = float(removed_share(weight_RC, gone_RC, mean_C))
                 self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, square.num_tokens, {})
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compressor.algorithms.pruning.magnitude import Blocks, Pattern, num_zeros, pruned_weights, smallest
+from compressor.algorithms.hessian import relative_output_error
+from compressor.algorithms.pruning.magnitude import Blocks, Pattern, num_zeros, pruned_weights, removed_share, smallest
 from compressor.algorithms.pruning.schedule import SCHEDULES, SparsitySchedule
 from compressor.errors import NumericsError
 
@@ -104,3 +105,14 @@ def test_blocks_go_as_a_whole_those_with_the_least_sum(shape: tuple[int, ...], r
 def test_only_whole_blocks_fit() -> None:
     assert Blocks(2, 3).fit((4, 6)) and Blocks(1, None).fit((5, 7)) and Blocks(2, 1).fit((4, 3, 3, 3))
     assert not Blocks(2, 3).fit((4, 7)) and not Blocks(3, 3).fit((4, 6)) and not Blocks(1, None).fit((4,))
+
+
+@pytest.mark.parametrize("size", [1e-25, 1.0, 3e20, 1e37])
+def test_the_share_that_goes_does_not_depend_on_the_size_of_weights_and_inputs(size: float) -> None:
+    weight, gone = torch.tensor([[1.0, -2.0, 2.0], [4.0, 0.5, 0.0]]), torch.tensor([[True, True, False], [False, True, True]])
+    assert float(removed_share(weight * size, gone)) == pytest.approx(5.25 / 25.25)
+    squares = torch.tensor([1.0, 3.0, 2.0])
+    assert float(removed_share(weight * size, gone, squares * min(size, 1e30))) == pytest.approx(13.75 / 37.75)
+    off = weight.masked_fill(gone, 0.0) * size
+    assert relative_output_error(weight * size, off, torch.diag(squares)) == pytest.approx(13.75 / 37.75)
+    assert float(removed_share(torch.zeros(2, 3), gone)) == 0.0

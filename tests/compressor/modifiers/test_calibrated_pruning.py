@@ -11,9 +11,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from compressor import GPTQModifier, MagnitudePruningModifier, QuantizationModifier, SparseGPTModifier, WandaPruningModifier, oneshot
-from compressor.errors import CalibrationError, CompressorError, RecipeError, SchemeError, TargetError
-from compressor.lifecycle import Session, State
+from compressor import (
+    AutoRoundModifier,
+    ConstantPruningModifier,
+    GPTQModifier,
+    MagnitudePruningModifier,
+    QuantizationModifier,
+    SparseGPTModifier,
+    WandaPruningModifier,
+    oneshot,
+)
+from compressor.errors import CalibrationError, CompressorError, NumericsError, RecipeError, SchemeError, TargetError
+from compressor.lifecycle import EventType, Session, State
 from compressor.recipe import load_recipe
 
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -52,6 +61,60 @@ def test_every_layer_gets_its_zeros(kind: Any, structure: str) -> None:
         record = report.modules[name]
         assert record.details["sparsity"] == 0.5 and 0 < record.error < 0.2 and record.num_tokens == IDS.numel()
     assert torch.equal(model.lm_head.weight, head) and report.notes == []
+
+
+LARGE: dict[str, Any] = {
+    "Wanda": lambda: WandaPruningModifier(sparsity=0.5, **REST),
+    "magnitude": lambda: MagnitudePruningModifier(final_sparsity=0.5, **REST),
+    "2:4": lambda: MagnitudePruningModifier(final_sparsity=0.5, mask_structure="2:4", **REST),
+    "learned rounding": lambda: AutoRoundModifier(config_groups=GROUPS, iters=0, **REST),
+    "rounding": lambda: QuantizationModifier(config_groups=GROUPS, **REST),
+}
+
+
+@pytest.mark.parametrize("size", [2.0**66, 2.0**-55])
+@pytest.mark.parametrize("name", LARGE)
+def test_errors_do_not_depend_on_the_size_of_weights(name: str, size: float, tmp_path: Path) -> None:
+    """Whose squares float32 does not hold, though it holds all that the model computes."""
+    errors = []
+    for factor in (1.0, size):
+        model = llama()
+        model.model.layers[0].mlp.up_proj.weight.data *= factor
+        model.model.layers[0].mlp.down_proj.weight.data /= factor
+        report = oneshot(model, recipe=LARGE[name](), dataset=IDS, output_dir=tmp_path / str(factor)).report
+        errors.append({key: record.error for key, record in report.modules.items() if ".layers.0.mlp" in key})
+    assert errors[1] == pytest.approx(errors[0], rel=1e-4) and min(errors[0].values()) > 0
+
+
+@pytest.mark.parametrize(("modifier", "said"), [
+    (GPTQModifier(config_groups=GROUPS, **REST), "GPTQModifier finds loss=inf"),
+    (SparseGPTModifier(sparsity=0.5, **REST), "SparseGPTModifier finds error=(nan|inf)"),
+])  # fmt: skip
+def test_a_number_that_no_report_can_hold_names_its_module(modifier: Any, said: str, tmp_path: Path) -> None:
+    model = llama()
+    model.model.layers[0].mlp.up_proj.weight.data *= 1e30
+    model.model.layers[0].mlp.down_proj.weight.data /= 1e30
+    with pytest.raises(NumericsError, match=rf"^model\.layers\.0\.mlp\.up_proj: {said}.* too large for float32"):
+        oneshot(model, recipe=modifier, dataset=IDS, output_dir=tmp_path / "out")
+
+
+@pytest.mark.parametrize("modifier", [
+    MagnitudePruningModifier(final_sparsity=0.5, **REST), MagnitudePruningModifier(final_sparsity=0.5, apply_globally=True, **REST),
+    MagnitudePruningModifier(final_sparsity=0.5, mask_structure="channel", **REST), ConstantPruningModifier(**REST),
+    WandaPruningModifier(sparsity=0.5, **REST), SparseGPTModifier(sparsity=0.5, fallback_budget=9, **REST),
+    SparseGPTModifier(sparsity=0.5, **REST),
+])  # fmt: skip
+def test_a_weight_that_holds_nan_is_named(modifier: Any) -> None:
+    model = llama()
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
+    with pytest.raises(
+        NumericsError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight: holds NaN or infinity.* or ignore model.layers.1.mlp.up"
+    ):
+        oneshot(model, recipe=modifier, dataset=IDS)
+    session = Session(State(model), [MagnitudePruningModifier(final_sparsity=0.5, mask_structure="filter", **REST)])
+    session.initialize()
+    with pytest.raises(NumericsError, match=r"^model\.layers\.1\.mlp\.up_proj: holds NaN"):  # in the midst of a training
+        session.send(EventType.CALIBRATION_START)
 
 
 def test_a_list_gives_each_layer_its_own_share() -> None:
