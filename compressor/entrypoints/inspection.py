@@ -11,7 +11,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from compressor.model.checkpoints.load import load_compressed
+from compressor.model.checkpoints.load import check_scheme_kept, load_compressed
 from compressor.model.folder import check_weight_files, read_config, read_json, resolve_folder, weight_files
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import QuantizedLayer
@@ -125,6 +125,7 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
     folder = resolve_folder(folder, revision).path
     config = read_config(folder)
     check_weight_files(folder)
+    check_scheme_kept(folder, config)
     found = config.get("quantization_config") or {}
     record = read_json(folder / _RECORD) if (folder / _RECORD).is_file() else None
     quantized: tuple[InspectedModule, ...] = ()

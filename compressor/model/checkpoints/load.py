@@ -79,6 +79,7 @@ def load_compressed(
     folder = resolve_folder(folder, revision, code=trust_remote_code).path
     config = read_config(folder)
     check_weight_files(folder)
+    check_scheme_kept(folder, config)
     schemes, kv_cache_scheme = _quantization(config, folder)
     model = _empty_model(folder, config, model_class, trust_remote_code)
     unfuse_into(UnfusedModel(model), prove=False)  # there is nothing to run yet
@@ -96,6 +97,27 @@ def load_compressed(
     set_matmul(model, matmul)
     attach_save(model, _record(folder))
     return model.to(resolve_device(device)).eval()
+
+
+def check_scheme_kept(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a folder whose config.json has lost what its weights are: a reader would fill in random numbers.
+
+    Args:
+        folder: with safetensors files.
+        config: content of its config.json.
+
+    Raises:
+        ModelError: the files hold parts of quantized weights, and the config names no quantization at all.
+    """
+    if config.get("quantization_config"):
+        return
+    names = [name for file in weight_files(folder) for name in safe_open(folder / file, framework="pt").keys()]  # noqa: SIM118
+    parts = [name for name in names if name.rpartition(".")[2] in _QUANTIZED_PARTS]
+    if parts:
+        raise ModelError(
+            f"{folder}: {len(parts)} tensors are parts of quantized weights ({some(parts)}), and config.json has no quantization_config "
+            "that says how to read them; restore config.json"
+        )
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

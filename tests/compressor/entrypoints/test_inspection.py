@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compressor import oneshot
+from compressor import load_compressed, oneshot
 from compressor.cli.main import main
 from compressor.entrypoints.inspection import inspect_checkpoint
 from compressor.errors import ModelError
@@ -51,6 +51,18 @@ def test_formats_bytes_and_record_of_a_quantized_checkpoint(base: Path, tmp_path
     assert main(["inspect", str(out)]) == 0
     shown = capsys.readouterr().out.partition("recipe:")[0]
     assert all(len(line) <= 80 for line in shown.splitlines()), shown
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_BLOCK", "NVFP4A16"])
+def test_a_config_that_has_lost_its_schemes_is_refused(scheme: str, base: Path, tmp_path: Path) -> None:
+    recipe = {"q_modifiers": {"QuantizationModifier": {"targets": ["re:.*up_proj"], "scheme": scheme}}}
+    oneshot(base, recipe=recipe, dataset=[list(range(64))] * 4, output_dir=tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    for read in (inspect_checkpoint, load_compressed):
+        with pytest.raises(ModelError, match=r"\d tensors are parts of quantized weights .*up_proj.*; restore config\.json"):
+            read(tmp_path / "out")
 
 
 def test_zeros_are_counted_through_quantization_and_without_it(base: Path, tmp_path: Path) -> None:
