@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from compressor.cli.main import main
 from compressor.errors import TargetError, UserInputError
@@ -32,8 +32,6 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig
-
     path = tmp_path_factory.mktemp("model")
     LlamaConfig(
         **SIZES, num_key_value_heads=2, max_position_embeddings=64, dtype="bfloat16", architectures=["LlamaForCausalLM"]
@@ -129,6 +127,39 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
     assert said in text and ("are temporaries; take a smaller --batch-size" in text) == (memory == "4MB")
     assert main([*command, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fit"]["device_bytes"] == int(memory[:-2]) * 10 ** (9 if "GB" in memory else 6)
+
+
+UNWRITABLE: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a layer without a quantized form": (
+        GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"]),
+        {"targets": ["Conv1D"], "ignore": ["lm_head"], "scheme": "FP8_DYNAMIC"},
+        "no quantized form of Conv1D",
+    ),
+    "a format for another dtype": (
+        LlamaConfig(**SIZES, dtype="float16", architectures=["LlamaForCausalLM"]),
+        {"targets": ["re:.*mlp.*proj"], "scheme": "NVFP4"},
+        "the model computes in torch.float16",
+    ),
+    "nothing": (
+        LlamaConfig(**SIZES, dtype="bfloat16", architectures=["LlamaForCausalLM"]),
+        {"targets": ["re:.*mlp.*proj"], "scheme": "NVFP4"},
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNWRITABLE)
+def test_a_plan_says_what_would_be_refused_for_its_checkpoint(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, settings, said = UNWRITABLE[name]
+    config.save_pretrained(tmp_path)
+    recipe = {"q_modifiers": {"QuantizationModifier": settings}}
+    command = ["plan", str(tmp_path), "--recipe", json.dumps(recipe), "--num-calibration-samples", "4", "--max-seq-length", "8"]
+    assert main(command) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ("no checkpoint of this can be written: " in shown) == bool(said) and said in shown
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["unwritable"]
+    assert found is None if not said else said in found
 
 
 def test_on_a_gpu_the_next_layer_and_what_lies_beside_them_are_at_hand(folder: Path) -> None:
