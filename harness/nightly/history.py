@@ -188,22 +188,20 @@ class History:
             metric: its name; it must have a measurement in that night.
             night: the first one of the new level.
             reason: why; shown wherever the change is.
-            until: last day on which this counts, YYYY-MM-DD; empty: for good.
+            until: last day on which this counts, YYYY-MM-DD, in UTC; empty: for good.
 
         Returns:
             The acceptance.
 
         Raises:
-            UserInputError: there is no such measurement, the reason is blank, or the day is none.
+            UserInputError: there is no such measurement, the reason is blank, or the day is none, or has passed.
         """
         if not TEXT.holds(reason):
             raise UserInputError("reason: it is blank, and nobody would know why the change is meant; give a sentence")
-        if until:
-            try:
-                date.fromisoformat(until)
-            except (TypeError, ValueError):
-                raise UserInputError(f"until: {until!r} is no day; write it as YYYY-MM-DD") from None
         with self._open(write=True) as database:
+            if until:
+                (last,) = database.execute("SELECT MAX(night) FROM measurements WHERE metric = ?", (metric,)).fetchone()
+                _check_until(until, last or "")
             found = database.execute("SELECT 1 FROM measurements WHERE metric = ? AND night = ? LIMIT 1", (metric, night)).fetchone()
             if found is None:
                 raise UserInputError(f"{metric}: night {night!r} has no measurement of it; see harness nightly show {metric}")
@@ -428,6 +426,17 @@ class History:
 
 def _is_empty(database: sqlite3.Connection) -> bool:
     return not database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+
+
+def _check_until(until: str, last_night: str) -> None:
+    """Refuse a last day on which the word would count no more: before today, or before the night that is judged."""
+    try:
+        day = date.fromisoformat(until)
+    except (TypeError, ValueError):
+        raise UserInputError(f"until: {until!r} is no day; write it as YYYY-MM-DD") from None
+    now = max(_now()[:10], last_night[:10]) if begins_with_a_date(last_night) else _now()[:10]
+    if day.isoformat() < now:
+        raise UserInputError(f"until: {until} has passed on {now}, and the change would count again at once; name that day or a later one")
 
 
 def _some(values: tuple[float, ...]) -> str:

@@ -106,6 +106,18 @@ def test_an_acceptance_needs_a_night_a_reason_and_a_day(history: History, night:
     assert history.acceptances("a") == []
 
 
+@pytest.mark.parametrize(
+    ("night", "day", "told"),
+    [("1", "2026-01-01", "2026-01-01 has passed on "), ("2999-01-05.2", "2999-01-04", "2999-01-04 has passed on 2999-01-05")],
+)
+def test_an_acceptance_that_would_have_ended_at_once_is_refused(history: History, night: str, day: str, told: str) -> None:
+    history.add("a", [1.0], environment=HERE, night=night)
+    with pytest.raises(UserInputError, match=f"until: {told}.*name that day or a later one"):
+        history.accept("a", night, "meant", day)
+    assert history.acceptances("a") == []
+    assert history.accept("a", night, "meant", "2999-01-05").until == "2999-01-05"
+
+
 def _damage(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4096:8192] = b"\xff" * 4096

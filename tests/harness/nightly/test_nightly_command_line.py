@@ -50,9 +50,13 @@ def test_a_change_that_is_accepted_passes_and_its_reason_is_shown(history: Path,
 
 
 def test_a_change_is_accepted_for_a_while(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    accept = ("accept", "slower", "2026-02-17", "--reason", "until the fix", "--until", "2026-02-18", "--history", history)
-    assert "is accepted until 2026-02-18" in nightly(capsys, *accept)[1]
-    assert nightly(capsys, "judge", "slower", "--history", history)[0] == 1  # its last night is the 19th
+    accept = ("accept", "slower", "2026-02-17", "--reason", "until the fix", "--until", "2999-02-18", "--history", history)
+    assert "is accepted until 2999-02-18" in nightly(capsys, *accept)[1]
+    codes = [nightly(capsys, "judge", "slower", "--history", history)[0]]
+    for label in ("2999-02-18", "2999-02-19"):
+        History(history).add("slower", [1.05], environment=current_environment(), night=label)
+        codes.append(nightly(capsys, "judge", "slower", "--history", history)[0])
+    assert codes == [2, 0, 1]  # too few nights at the new level, the level, the change again
 
 
 def test_add_writes_a_night_and_leaves_the_verdict_to_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
