@@ -198,27 +198,44 @@ def real_path(path: object, name: str = "output_dir", error: type[UserInputError
         raise error(f"{name}: {str(path)!r} cannot be followed ({problem}); name another folder") from problem
 
 
+_BEGINS = {".json": (b"{", b"["), ".svg": (b"<?xml", b"<svg"), ".png": (b"\x89PNG",), ".onnx": (b"\x08",), ".zip": (b"PK",)}
+"""What files begin with that are written here. Of .onnx that is the tag of its first field, which all that write it put first."""
+
+
 def check_output_file(path: Path, *suffixes: str) -> None:
-    """Refuse a name that does not say what the file will hold: whatever lies under it then is of another kind.
+    """Refuse a name that does not say what the file will hold, and one under which something of another kind lies.
 
     Args:
-        path: to be written; a file with a right name is replaced.
+        path: to be written; a file of the same kind, or an empty one, is replaced.
         *suffixes: endings that the name may have, such as `.json`.
 
     Raises:
-        OutputError: another ending, a folder of that name, or no folder to put it into, or one that takes no file.
+        OutputError: another ending, a folder of that name, another content than the ending says, or no folder to put it into, or one that
+            takes no file.
     """
     if path.suffix not in suffixes:
         kinds = " or ".join(suffixes)
         raise OutputError(f"{path}: a file of the kind {kinds} goes there, and this names another; end the name in {kinds}")
     if path.is_dir():
         raise OutputError(f"{path}: it is a folder; name a file")
+    if path.suffix in _BEGINS and path.is_file():
+        _check_beginning(path)
     if not path.parent.is_dir():
         raise OutputError(f"{path}: there is no folder {path.parent}; make it first")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:  # rights alone do not say it: of mounts that are read only, and for those who may do anything
         raise OutputError(f"{path}: {path.parent} takes no file ({error.strerror or error}); choose another folder") from error
+
+
+def _check_beginning(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            begins = file.read(16).lstrip()
+    except OSError as error:
+        raise OutputError(f"{path}: it is there and cannot be read ({error.strerror or error}); name another file") from error
+    if begins and not begins.startswith(_BEGINS[path.suffix]):
+        raise OutputError(f"{path}: what is there is no {path.suffix}, and nothing of another kind is replaced; name another file")
 
 
 def check_output_dir(output_dir: str | Path, *, source: str | Path | None = None, beside_others: bool = False) -> Path:

@@ -46,11 +46,11 @@ def write_graph(model: onnx.ModelProto, path: Path, limit_bytes: int = _LIMIT) -
 
     Args:
         model: not modified.
-        path: of the graph; with external data `<name>.data` lies beside it. Existing files are replaced.
+        path: of the graph; with external data `<name>.data` lies beside it. A graph that is there is replaced, with its data.
         limit_bytes: from this size on, weights go to the file beside.
 
     Raises:
-        OutputError: there is no such folder.
+        OutputError: there is no such folder, or a file in the place of the data that belongs to no graph there.
         CheckpointError: it cannot be written; nothing is left behind.
     """
     path = Path(path)
@@ -63,6 +63,8 @@ def write_graph(model: onnx.ModelProto, path: Path, limit_bytes: int = _LIMIT) -
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     data = path.with_name(f"{path.name}.data")
+    if data.exists() and not path.exists():
+        raise OutputError(f"{data}: the weights go there, and what is there belongs to no graph {path.name}; move it, or name another file")
     onnx.external_data_helper.convert_model_to_external_data(copy, location=data.name, size_threshold=1024)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder, whole_file(path) as partial:
         onnx.external_data_helper.write_external_data_tensors(copy, folder)

@@ -36,6 +36,9 @@ BAD = {
     "export dir keep.txt": "keep.txt: a file of the kind .onnx goes there",
     "export dir out": "end the name in .onnx",
     "export dir folder.onnx": "folder.onnx: it is a folder",
+    "export dir keep.onnx": "keep.onnx: what is there is no .onnx, and nothing of another kind is replaced",
+    "export dir zipped.onnx": "zipped.onnx: what is there is no .onnx",
+    "export dir a.onnx": "dir: no config.json was found",
     "export dir none/out.onnx": "there is no folder none",
     "export dir out.onnx": "dir: no config.json was found",
     "census none": "none: there is no such file or folder",
@@ -51,8 +54,11 @@ BAD = {
     "roundtrip a.onnx --output-dir full": "full: it is not empty (report.html), and not an earlier report",
     "roundtrip a.onnx --output-dir keep.txt": "keep.txt: it is a file",
     "fusing-cost a.onnx --figure keep.txt": "end the name in .svg or .png",
+    "fusing-cost a.onnx --figure keep.svg": "keep.svg: what is there is no .svg",
+    "fusing-cost a.onnx --figure zipped.png": "zipped.png: what is there is no .png",
     "fusing-cost a.onnx --figure none/out.svg": "there is no folder none",
     "run --skip fuse_qkv --json keep.txt -- true": "keep.txt: a file of the kind .json goes there",
+    "run --skip fuse_qkv --json keep.json -- true": "keep.json: what is there is no .json",
     "run --skip fuse_qkv --json folder.json -- true": "folder.json: it is a folder",
     "run --skip FuseQKV -- true": "did you mean 'fuse_qkv'?",
     "run --skip foo -- true": "would ignore it in silence; `harness onnx passes --json` lists all",
@@ -65,8 +71,10 @@ def _place(attention_graph: onnx.ModelProto, tmp_path: Path, monkeypatch: pytest
     onnx.save(attention_graph, tmp_path / "a.onnx")
     for folder in ("dir", "full", "folder.onnx", "folder.json"):
         (tmp_path / folder).mkdir()
-    for file in ("keep.txt", "full/report.html"):
+    for file in ("keep.txt", "keep.onnx", "keep.svg", "keep.json", "full/report.html"):
         (tmp_path / file).write_text("precious", encoding="utf-8")
+    for file in ("zipped.onnx", "zipped.png"):
+        (tmp_path / file).write_bytes(b"PK\x03\x04 such as torch.save writes")
     monkeypatch.chdir(tmp_path)
 
 

@@ -142,8 +142,12 @@ def tiny_text_graph() -> onnx.ModelProto:
 
 def test_a_graph_is_written_whole_with_its_data_beside_it_when_large(attention_graph: onnx.ModelProto, tmp_path: Path) -> None:
     write_graph(attention_graph, tmp_path / "small.onnx")
-    write_graph(attention_graph, tmp_path / "large.onnx", limit_bytes=10)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["large.onnx", "large.onnx.data", "small.onnx"]
+    (tmp_path / "other.onnx.data").write_bytes(b"precious")
+    with pytest.raises(OutputError, match=r"other\.onnx\.data: the weights go there, and what is there belongs to no graph other\.onnx"):
+        write_graph(attention_graph, tmp_path / "other.onnx", limit_bytes=10)
+    for _ in range(2):
+        write_graph(attention_graph, tmp_path / "large.onnx", limit_bytes=10)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["large.onnx", "large.onnx.data", "other.onnx.data", "small.onnx"]
     assert RoleWeights().check(attention_graph, tmp_path / "large.onnx").holds
     with pytest.raises(OutputError, match="there is no folder"):
         write_graph(attention_graph, tmp_path / "none" / "m.onnx")
