@@ -24,67 +24,11 @@ from harness.onnx_graph.census.parts import shared_across_blocks, takes_a_part
 from harness.onnx_graph.census.products import SOFTMAX, Products, is_matrix_product, shown
 from harness.onnx_graph.census.projections import Projection, find_projection
 from harness.onnx_graph.census.score_axes import ScoreAxes
-from harness.onnx_graph.census.streams import Streams, find_unread
+from harness.onnx_graph.census.streams import BlockPlace, Streams, block_places, find_unread
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import GraphView, domain, label, load_graph
 from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict
-
-# Which block feeds which, and which outputs of the graph it reaches: the place of a block in the data flow.
-#
-# Optimizers change the order in which nodes are listed, never this; so weights that turn up at another place have been exchanged.
-
-
-@dataclass(frozen=True)
-class BlockPlace:
-    """Where a block lies.
-
-    Attributes:
-        above: indices of the blocks whose results flow into it.
-        below: indices of the blocks that its result flows into.
-        outputs: positions of the graph outputs that its result flows into.
-    """
-
-    above: frozenset[int] = frozenset()
-    below: frozenset[int] = frozenset()
-    outputs: frozenset[int] = frozenset()
-
-    def is_like(self, other: BlockPlace) -> bool:
-        """Whether two blocks of two graphs may be the same one: as many blocks before and behind, and the same outputs."""
-        return (len(self.above), len(self.below), self.outputs) == (len(other.above), len(other.below), other.outputs)
-
-
-def block_places(view: GraphView, anchors: Sequence[ir.Node]) -> list[BlockPlace]:
-    """Follow the activations once through the graph.
-
-    Args:
-        view: of the graph.
-        anchors: the node of each block; one inside of a subgraph has no place.
-
-    Returns:
-        A place per anchor.
-    """
-    index = {node: position for position, node in enumerate(anchors)}
-    carried: dict[ir.Value, int] = {}  # a bit per block that the value comes from
-    above: dict[int, int] = {}
-    for node in view.nodes:
-        mask = 0
-        for value in view.data_inputs(node):
-            mask |= carried.get(value, 0)
-        if node in index:
-            above[index[node]] = mask
-            mask |= 1 << index[node]
-        carried |= dict.fromkeys(node.outputs, mask)
-    ends = [carried.get(value, 0) for value in view.model.graph.outputs]
-    return [
-        BlockPlace(
-            frozenset(other for other in range(len(anchors)) if above.get(one, 0) >> other & 1),
-            frozenset(other for other, mask in above.items() if mask >> one & 1),
-            frozenset(position for position, mask in enumerate(ends) if mask >> one & 1),
-        )
-        for one in range(len(anchors))
-    ]
-
 
 ROLES = ("q", "k", "v")
 
@@ -371,6 +315,7 @@ class _Search:
             status = {3: Status.SEPARATE, 2: Status.PARTLY_FUSED, 1: Status.FUSED}[held]
             if held < len({layers[role][0].node for role in ROLES}):
                 notes.append("products of their own, on one weight or equal copies of it")
+            notes += self._told_reused(layers, found)
         self._add(node, status, layers, "; ".join(notes), taken={role: one.value for role, one in found.items() if one.value is not None})
 
     def _num_weights(self, layers: Mapping[str, tuple[Projection, ...]], found: Mapping[str, _Role]) -> int:
@@ -395,7 +340,8 @@ class _Search:
         direct |= self._turned(direct, passed)
         own = dict(direct)
         for role in ROLES:
-            above = [other for other in ROLES if other != role and self._all_feed(direct[role], direct[other])]
+            past = self._reused(role, direct[role]) is None
+            above = [other for other in ROLES if other != role and self._all_feed(direct[role], direct[other], past)]
             if above:
                 own[role] = ()
                 notes.append(f"{role.upper()} has no linear layer of its own: it is what {above[0].upper()} is projected from")
@@ -412,11 +358,24 @@ class _Search:
         taken = {role: {one.node for one in behind.get(role, direct[role])} for role in ROLES}
         return {role: found for role, found in behind.items() if any(taken[role] & taken[other] for other in ROLES if other != role)}
 
-    def _all_feed(self, layers: Sequence[Projection], others: Sequence[Projection]) -> bool:
-        return bool(layers) and all(any(self._feeds(one, other) for other in others) for one in layers)
+    def _reused(self, role: str, layers: Sequence[Projection]) -> Block | None:
+        """The first block that has the same layer in this role: a later one that attends with its K and V depends on them by its Q, too."""
+        alike = (block for block in self._blocks if len(layers) == 1 and (one := block.projection(role)) and one.node is layers[0].node)
+        return next(alike, None)
 
-    def _feeds(self, one: Projection, other: Projection) -> bool:
-        return one.node is not other.node and self._streams.leads(one.node, other.activation)
+    def _told_reused(self, layers: Mapping[str, tuple[Projection, ...]], found: Mapping[str, _Role]) -> list[str]:
+        """Say which roles are those of an earlier block. One that takes all roles of it, as its heads do, is not another block."""
+        held = {role: self._reused(role, layers[role]) for role in ROLES}
+        if all(held.values()):
+            return []
+        whole = [role for role in ROLES if not takes_a_part(self._view, self._shapes, layers[role][0], found[role].value)]
+        return [f"{role.upper()} is shared with block {block.index}" for role in whole if (block := held[role]) is not None]
+
+    def _all_feed(self, layers: Sequence[Projection], others: Sequence[Projection], past_products: bool) -> bool:
+        return bool(layers) and all(any(self._feeds(one, other, past_products) for other in others) for one in layers)
+
+    def _feeds(self, one: Projection, other: Projection, past_products: bool = True) -> bool:
+        return one.node is not other.node and self._streams.leads(one.node, other.activation, past_products)
 
     def _add_subgraphs(self) -> None:
         attention = SOFTMAX | PROJECTED_ATTENTION | PACKED_ATTENTION

@@ -19,20 +19,25 @@ _CUTS = frozenset({"Split", "Slice", "Gather", "GatherND", "GatherElements", "Co
 _MOVES = _CUTS | {"Concat", "Tile", "ScatterElements", "ScatterND", "Pad", "ReverseSequence"}
 
 
-def path_between(view: GraphView, layer: Projection, value: ir.Value) -> list[ir.Node]:
+def path_between(view: GraphView, layer: Projection, value: ir.Value, data_only: bool = False) -> list[ir.Node]:
     """Find what lies between a layer and a value behind it.
 
     Args:
         view: of the graph.
         layer: of that graph.
         value: of that graph.
+        data_only: leave out what computes shapes and places.
 
     Returns:
         Nodes in the order of the graph; empty if the value is the layer's own result.
     """
+
+    def carried(node: ir.Node) -> Sequence[ir.Value | None]:
+        return view.data_inputs(node) if data_only else node.inputs
+
     behind = set(layer.node.outputs)
     for node in view.nodes:
-        if any(one in behind for one in node.inputs):
+        if any(one in behind for one in carried(node)):
             behind.update(node.outputs)
     found: set[ir.Node] = set()
     waiting = [value]
@@ -40,7 +45,7 @@ def path_between(view: GraphView, layer: Projection, value: ir.Value) -> list[ir
         above = waiting.pop().producer()
         if above is not None and above is not layer.node and above not in found and behind.intersection(above.outputs):
             found.add(above)
-            waiting += [one for one in above.inputs if one is not None and one in behind]
+            waiting += [one for one in carried(above) if one is not None and one in behind]
     return [node for node in view.nodes if node in found]
 
 
@@ -61,7 +66,7 @@ def takes_a_part(view: GraphView, shapes: Shapes, layer: Projection, value: ir.V
     sizes = [_size(shapes.of(one)) for one in (layer.node.outputs[0], value)]
     if sizes[0] is not None and sizes[1] is not None and sizes[0][1] == sizes[1][1]:
         return sizes[1][0] < sizes[0][0]
-    path = path_between(view, layer, value)
+    path = path_between(view, layer, value, data_only=True)
     return any(node.op_type in _CUTS or _is_narrow(shapes, node) for node in path)
 
 
@@ -108,7 +113,7 @@ def moves(view: GraphView, layer: Projection, value: ir.Value | None) -> Counter
     Returns:
         Each such operator with its settings and constants, and how often it occurs.
     """
-    path = [] if value is None else path_between(view, layer, value)
+    path = [] if value is None else path_between(view, layer, value, data_only=True)
     constants = Constants(view)
     return Counter(_told(constants, node) for node in path if node.op_type in _MOVES)
 
