@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 from torch import Tensor
 
+MOST_ROWS, MOST_COLUMNS = 521, 1031
+"""Of the largest weights: what shows beyond these sizes only is not seen."""
 Builder = Callable[[tuple[int, int], int, torch.Generator], Tensor]
 
 
@@ -183,7 +185,16 @@ def large_shapes(column_multiple: int) -> list[tuple[int, int]]:
     Returns:
         (R, C) each.
     """
-    return [(521, 3 * column_multiple), (3, -(-1031 // column_multiple) * column_multiple)]
+    return [(MOST_ROWS, 3 * column_multiple), (3, -(-MOST_COLUMNS // column_multiple) * column_multiple)]
+
+
+def _grid_shapes(column_multiple: int, unit: tuple[int, int]) -> list[tuple[int, int]]:
+    """As many units down as across, whole and cut short, and more across; none where two of them are larger than any weight here."""
+    rows, columns = unit[0], -(-unit[1] // column_multiple) * column_multiple
+    if rows > MOST_ROWS // 2 or columns > MOST_COLUMNS // 2:
+        return []
+    short = columns - column_multiple if columns > column_multiple else 0
+    return [(2 * rows, 2 * columns), (2 * rows - rows // 2, 2 * columns - short), (2 * rows, 3 * columns)]
 
 
 def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: int) -> Iterator[tuple[str, Tensor]]:
@@ -204,6 +215,23 @@ def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: in
         larger = [*square_shapes(column_multiple, group), *large_shapes(column_multiple)] if dtype == dtypes[0] else []
         for number, shape in enumerate((*all_shapes[1:], *larger), 100):
             yield f"spread groups {list(shape)} {dtype}", hurtful("spread groups", shape, dtype, group=group, seed=number)
+
+
+def grid_weights(dtype: torch.dtype, column_multiple: int, unit: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights of several units each way, all of other magnitudes than those beside them.
+
+    Args:
+        dtype: of the weights.
+        column_multiple: that the columns must keep to.
+        unit: rows and columns that share a scale in a large weight.
+
+    Yields:
+        Words that say which one it is, and the weight.
+    """
+    for number, shape in enumerate(_grid_shapes(column_multiple, unit)):
+        down = 2.0 ** -(torch.arange(shape[0]) // unit[0] % 4)[:, None]
+        weight = hurtful("spread groups", shape, dtype, group=unit[1], seed=number)
+        yield f"spread units {list(shape)} {dtype}", (weight * down).to(dtype)
 
 
 # Hypothesis strategies for weights that hurt: outliers, zeros, subnormals, constants, one-wide, primes, ties, NaN, in every dtype.

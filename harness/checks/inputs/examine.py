@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError
 from harness.checks.oracles import spread
 from harness.checks.protocols import Quantized, Quantizer
-from harness.checks.strategies import fixed_weights
+from harness.checks.strategies import MOST_COLUMNS, MOST_ROWS, fixed_weights, grid_weights
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def each_weight(
         raise NothingToCheckError("the subject takes no dtype in which this can be said")
     group = subject.unit((8, 64 * subject.column_multiple))[1]
     count = 0
-    for label, weight in fixed_weights(wanted, subject.column_multiple, group):
+    of_units = grid_weights(wanted[0], subject.column_multiple, large_unit(subject))
+    for label, weight in (*fixed_weights(wanted, subject.column_multiple, group), *of_units):
         count += 1
         try:
             hold(context.once(subject, label, partial(examine, subject, weight)))
@@ -118,6 +119,11 @@ def each_weight(
     if not context.draws:
         return f"{count} fixed weights"
     return f"{count} fixed weights and {_drawn(subject, context, hold, wanted)} drawn ones"
+
+
+def large_unit(subject: Quantizer) -> tuple[int, int]:
+    """Return how many rows and columns share a scale in the largest weight: what a unit is where no edge cuts it short."""
+    return subject.unit((MOST_ROWS, -(-MOST_COLUMNS // subject.column_multiple) * subject.column_multiple))
 
 
 def _drawn(subject: Quantizer, context: CheckContext, hold: Callable[[Examined], None], dtypes: Sequence[torch.dtype]) -> int:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, refuse
+from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, large_unit, refuse
 from harness.checks.inputs.planted import POWERS, is_exact, middles_of, power_scales, tied, tied_weights
 from harness.checks.inputs.presentations import GRAD_MODES, layouts, presentations
 from harness.checks.oracles import at_tie, nearest, units
 from harness.checks.protocols import Quantized, Quantizer
-from harness.checks.strategies import hurtful, large_shapes, shapes, uniform
+from harness.checks.strategies import grid_weights, hurtful, large_shapes, shapes, uniform
 
 _MANY_ROWS = 131
 
@@ -222,18 +222,21 @@ def odd(subject: Quantizer, context: CheckContext) -> str:
 )
 def local(subject: Quantizer, context: CheckContext) -> str:
     """Change each unit of some weights in turn."""
-    shape = shapes(subject.column_multiple)[0]
-    unit = subject.unit(shape)
-    counts = -(-shape[0] // unit[0]), -(-shape[1] // unit[1])
-    if counts[0] * counts[1] == 1:
-        raise NothingToCheckError("all values share one scale")
+    ordinary = shapes(subject.column_multiple)[0]
+    count = 0
     for dtype in subject.dtypes:
-        for name in ("spread groups", "lopsided"):
-            weight = hurtful(name, shape, dtype, group=unit[1])
+        given = [hurtful(name, ordinary, dtype, group=subject.unit(ordinary)[1]) for name in ("spread groups", "lopsided")]
+        given += [weight for _, weight in grid_weights(dtype, subject.column_multiple, large_unit(subject))][:1]
+        for weight in given:
+            unit = subject.unit((weight.shape[0], weight.shape[1]))
+            down, across = (-(-size // each) for size, each in zip(weight.shape, unit, strict=True))
             before = subject.quantize(weight)
-            for number in range(counts[0] * counts[1]):
-                _change_unit(subject, weight, before, divmod(number, counts[1]), unit)
-    return f"each of {counts[0] * counts[1]} units was changed"
+            for number in range(down * across if down * across > 1 else 0):
+                _change_unit(subject, weight, before, divmod(number, across), unit)
+                count += 1
+    if not count:
+        raise NothingToCheckError("all values share one scale")
+    return f"{count} units were changed"
 
 
 def _change_unit(subject: Quantizer, weight: Tensor, before: Quantized, place: tuple[int, int], unit: tuple[int, int]) -> None:

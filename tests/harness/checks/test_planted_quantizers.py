@@ -91,6 +91,22 @@ class NarrowRange(OurQuantizer):
         return replace(given, codes=self.encode(weight.detach(), given))
 
 
+class TransposesBlocks(OurQuantizer):
+    """Hands out the scales of its blocks transposed where there are as many down as across, perhaps only where edges cut them short."""
+
+    def __init__(self, rows: int, columns: int, only_cut: bool = False) -> None:
+        super().__init__(QuantizationArgs(type="float", strategy="block", block_structure=(rows, columns)))
+        self._only_cut = only_cut
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        found = super().quantize(weight.detach())
+        whole = weight.shape[1] % self.unit(weight.shape)[1] == 0
+        if found.scale.shape[0] != found.scale.shape[1] or (whole and self._only_cut):
+            return found
+        given = replace(found, scale=found.scale.T.contiguous())
+        return replace(given, codes=self.encode(weight.detach(), given))
+
+
 def ties_up(is_hit: Callable[[Tensor], Tensor | bool]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """What lies in the middle goes up, where so it is."""
 
@@ -160,6 +176,9 @@ WRONG: dict[str, tuple[OurQuantizer, str, str]] = {
         "quantizer.given_scales",
         "[3, 1031] torch.float32",
     ),
+    "square blocks": (TransposesBlocks(128, 128), "quantizer.scale_rule", "spread units [256, 256] torch.float32: scales"),
+    "low blocks": (TransposesBlocks(4, 8), "quantizer.local", "outside of the unit [0, 1]"),
+    "blocks cut short": (TransposesBlocks(32, 64, only_cut=True), "quantizer.covers", "spread units [48, 65] torch.float32"),
     "a range beyond the dtype": (NarrowRange(ASYM), "quantizer.scale_rule", "widest [5, 37] torch.float32: scales"),
 }
 

@@ -197,6 +197,21 @@ class Wraps(OurLayer):
         return super().expected_input(layer.inner, x)
 
 
+class TransposesBlocks(OurLayer):
+    """Stores the scales of its blocks transposed where there are as many down as across."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        blocks = QuantizationArgs(type="float", strategy="block", block_structure=(rows, columns))
+        super().__init__(QuantizationScheme(targets=["Linear"], weights=blocks))
+
+    def build(self, linear: nn.Linear) -> nn.Module:
+        layer = super().build(linear)
+        scale = layer.weight_scale
+        if scale.shape[0] == scale.shape[1]:
+            scale.data.copy_(scale.data.T.clone())
+        return layer
+
+
 PLANTED: dict[str, tuple[Any, str, str]] = {
     "equal shapes swapped": (Together(INT4), "solver.batched", "weight 0 of 2 (24 and 24 rows): other scales"),
     "a floor under scales": (Floor(INT4), "quantizer.scale_rule", "small [5, 48] torch.float32: scales are not what"),
@@ -220,6 +235,8 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
     "a layer with one buffer": (Wraps(OneBuffer), "layer.product", "a later forward has changed the output of an earlier one"),
     "a layer that looks at addresses": (Wraps(ByAddress), "layer.product", "an input that was changed in place gives another output"),
     "a layer for contiguous inputs": (Wraps(ContiguousOnly), "layer.product", "another output than for a contiguous input"),
+    "a layer of square blocks": (TransposesBlocks(128, 128), "layer.weight_as_calibrated", "spread groups [256, 256] torch.float32"),
+    "a layer of wide blocks": (TransposesBlocks(32, 64), "layer.weight_as_calibrated", "spread groups [128, 256] torch.float32"),
     "a layer without its bias": (Wraps(WithoutItsBias), "layer.product", "relative error"),
 }
 
