@@ -389,10 +389,12 @@ def _with_planted(subject: Solver, one: Problem, value: float) -> Iterator[tuple
         weight[place] = x[place] = value
         yield f"the weight at {list(place)}", partial(subject.solve, [weight], one.hessian)
         yield f"the inputs at {list(place)}", partial(_accumulate_and_solve, subject, one.weight, [x])
-    for row, column in ((0, 0), (-1, -1), (1, -2)):
-        hessian = one.hessian.clone()
-        hessian[row, column] = hessian[column, row] = value
-        yield f"H at {[row, column]}", partial(subject.solve, [one.weight], hessian)
+    # Of a diagonal H, because one of which a value beside the diagonal is read as 0 may be refused as indefinite, for the wrong reason.
+    for name, whole in {"H": one.hessian, "a diagonal H": torch.diag(one.hessian.diagonal())}.items():
+        for row, column in ((0, 0), (-1, -1), (1, -2), (0, 1), (-1, 0)):
+            hessian = whole.clone()
+            hessian[row, column] = hessian[column, row] = value
+            yield f"{name} at {[row, column]}", partial(subject.solve, [one.weight], hessian)
 
 
 def _accumulate_and_solve(subject: Solver, weight: Tensor, batches: Sequence[Tensor]) -> None:
