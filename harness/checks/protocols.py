@@ -204,10 +204,10 @@ class Solver(Protocol):
 class Observer(Protocol):
     """Finds scale and zero point of a static activation from its batches.
 
-    Meets batches of any rank in float32, bfloat16 and float16, of one sign, of zeros, of one value and of thousands, some without values,
-    tiny, of one row or one number, and all of them in one piece of memory that is used again: nothing may be kept of a batch but numbers.
-    Scales are without a floor, as a quantizer's are. No value at all is an error with a message, and so are NaN and infinity where
-    `refuses_nonfinite` is promised.
+    Meets batches of none to six dimensions in float32, bfloat16 and float16, of one sign, of zeros, of one value and of thousands, some
+    without values, tiny, of one row or one number, and all of them in one piece of memory that is used again: nothing may be kept of a
+    batch but numbers. Scales are without a floor, as a quantizer's are. No value at all is an error with a message, and so are NaN and
+    infinity, in any of these dtypes, where `refuses_nonfinite` is promised.
 
     Attributes:
         kind: "observer".

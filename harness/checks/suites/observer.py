@@ -60,6 +60,8 @@ def _uneven(kind: str, dtype: torch.dtype) -> list[Tensor]:
         "one row": [plain, ends, plain],
         "one column": [plain, ends.t()],
         "one dimension": [plain, ends[0]],
+        "no dimension": [plain, ends[0, 0], ends[0, 1]],
+        "no dimension first": [ends[0, 0], ends[0, 1], plain],
     }
     return [x.to(dtype) for x in made[kind]]
 
@@ -82,6 +84,9 @@ _PLACED = {
     "37 numbers": (37,),
     "sequences": (4, 5, 16),
     "four dimensions": (2, 3, 4, 8),
+    "five dimensions": (2, 3, 2, 3, 4),
+    "six dimensions": (2, 2, 2, 3, 2, 4),
+    "a single number": (),
     "a transposed view": (12, 20),
     "every other column": (6, 24),
     "a part of a larger tensor": (6, 24),
@@ -119,7 +124,7 @@ class _Reused(Sequence[Tensor]):
 
 _KINDS: tuple[str, ...] = ("both signs", "positive", "negative", "zeros", "rising", "falling", "spike", "small", "large", "tiny", "long")
 _KINDS += tuple(f"{name} {place}" for name, place, *_ in _ENDS)
-_UNEVEN = ("one number", "one number first", "one row", "one column", "one dimension")
+_UNEVEN = ("one number", "one number first", "one row", "one column", "one dimension", "no dimension", "no dimension first")
 
 
 @register(1, "scales_positive", "Scales are finite and above 0, for batches of zeros too", kind="observer", caught_by=("GPTQModel#1531",))
@@ -202,20 +207,21 @@ def _same(one: Quantized, two: Quantized, what: str) -> None:
 )
 def refuses_nonfinite(subject: Observer, context: CheckContext) -> str:
     """Plant NaN and infinities into the first and the last batch, and where batches end; a run that was refused leaves nothing."""
-    plain = _batches("both signs", torch.float32)
-    whole = subject.observe(plain)
     planted = 0
-    for value in NOT_FINITE:
-        for place in (0, -1):
-            batches = [x.clone() * 100 for x in plain]
-            batches[place][1, 3] = value
-            _refused(subject, batches, f"{value} in batch {place}")
-            _same(subject.observe(plain), whole, f"after a run that was refused for {value}")
-        for kind in _PLACED:
-            batches = [x.clone() for x in _placed(kind, torch.float32)]
-            batches[-1][(-1,) * batches[-1].dim()] = value
-            _refused(subject, batches, f"{value} at the end of {kind}")
-        planted += 2 + len(_PLACED)
+    for dtype in _DTYPES:
+        plain = _batches("both signs", dtype)
+        whole = subject.observe(plain)
+        for value in NOT_FINITE:
+            for place in (0, -1):
+                batches = [x.clone() * 100 for x in plain]
+                batches[place][1, 3] = value
+                _refused(subject, batches, f"{value} in batch {place} in {dtype}")
+                _same(subject.observe(plain), whole, f"after a run that was refused for {value} in {dtype}")
+            for kind in _PLACED:
+                batches = [x.clone() for x in _placed(kind, dtype)]
+                batches[-1][(-1,) * batches[-1].dim()] = value
+                _refused(subject, batches, f"{value} at the end of {kind} in {dtype}")
+            planted += 2 + len(_PLACED)
     return f"{planted} planted values were refused"
 
 

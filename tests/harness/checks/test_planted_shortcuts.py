@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -83,6 +83,25 @@ class WithoutLastRow(OurObserver):
 class WithoutSingleNumbers(OurObserver):
     def observe(self, batches: Sequence[Tensor]) -> Quantized:
         return super().observe([batch for batch in batches if batch.numel() != 1])
+
+
+class Observes(OurObserver):
+    """What it is shown is changed before."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(TENSOR)
+        self._change = change
+
+    def observe(self, batches: Sequence[Tensor]) -> Quantized:
+        return super().observe([self._change(batch) for batch in batches])
+
+
+class ReadsNaNBesideTheDiagonalAsZero(OurSolver):
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        rest = torch.nan_to_num(hessian - hessian.diag().diag(), nan=0.0, posinf=0.0, neginf=0.0)
+        return super().solve(weights, rest + hessian.diag().diag(), block_size, like)
 
 
 class KeepsReferences(OurObserver):
@@ -223,6 +242,20 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
     "no first row": (WithoutFirstRow(TENSOR), "observer.scale_rule", "first row in torch.float32"),
     "no last row": (WithoutLastRow(TENSOR), "observer.scale_rule", "falling in torch.float32"),
     "no single numbers": (WithoutSingleNumbers(TENSOR), "observer.scale_rule", "one number in torch.float32"),
+    "no batches of no dimension": (Observes(lambda x: x if x.dim() else x.new_empty(0)), "observer.scale_rule", "no dimension in torch"),
+    "the first of five dimensions": (Observes(lambda x: x[0] if x.dim() > 4 else x), "observer.scale_rule", "five dimensions in torch"),
+    "the last of six dimensions": (Observes(lambda x: x[:-1] if x.dim() > 5 else x), "observer.scale_rule", "six dimensions in torch"),
+    "NaN in bfloat16": (
+        Observes(lambda x: x.nan_to_num(0, 0, 0) if x.dtype == torch.bfloat16 else x),
+        "observer.refuses_nonfinite",
+        "nan in batch 0 in torch.bfloat16",
+    ),
+    "infinity in float16": (
+        Observes(lambda x: x.nan_to_num(float("nan"), 0, 0) if x.dtype == torch.float16 else x),
+        "observer.refuses_nonfinite",
+        "inf in batch 0 in torch.float16",
+    ),
+    "NaN beside a diagonal": (ReadsNaNBesideTheDiagonalAsZero(INT4), "solver.refuses_nonfinite", "nan in H at ["),
     "references of batches": (KeepsReferences(TENSOR), "observer.batch_order", "all in one piece of memory, reversed"),
     "requires_grad of a weight": (TrainsWhatItIsGiven(INT4), "quantizer.zero", "the weight that it was given: changed in requires_grad"),
     "a note on a weight": (NotesOnWhatItIsGiven(INT4), "quantizer.zero", "the weight that it was given: changed in attribute largest"),
