@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from compressor.atomic import check_output_file
 from compressor.console import count, positive
 from compressor.errors import UserInputError
 from compressor.json_text import to_json
@@ -98,16 +98,16 @@ class AcceptSettings(HistorySettings):
 
 
 class ExportSettings(HistorySettings):
-    """Where the readings go."""
+    """Where the history goes."""
 
-    file: Annotated[FilePath, Option(positional=True, metavar="FILE.csv", read=Path)]
-    """A row a reading; replaced where it is there."""
+    file: Annotated[FilePath, Option(positional=True, metavar="FILE", read=Path)]
+    """A .csv with a row a reading, or a .zip with acceptances and cells, too; replaced where export wrote it."""
 
 
 class ImportSettings(HistorySettings):
-    """Where the readings come from."""
+    """Where it comes from."""
 
-    file: Annotated[FilePath, Option(positional=True, metavar="FILE.csv", read=Path)]
+    file: Annotated[FilePath, Option(positional=True, metavar="FILE", read=Path)]
     """Written by export; what is known already is passed over."""
 
 
@@ -249,17 +249,27 @@ def _accept(settings: AcceptSettings) -> Verdict:
 
 
 def _export(settings: ExportSettings) -> Verdict:
-    check_output_file(settings.file, ".csv")
-    history = _history(settings)
-    print(f"{settings.file}: {history.export(settings.file):,} readings")
-    if left := history.beside_readings():
-        print(f"not in it: {left}; a copy of {settings.history} has them too")
+    from harness.nightly.exchange import check_target
+
+    check_target(settings.file)
+    counts = _history(settings).export(settings.file)
+    beside = _counted({name: count for name, count in counts.items() if name != "readings"})
+    whole = settings.file.suffix == ".zip"
+    print(f"{settings.file}: {counts['readings']:,} readings" + (f", {beside}" if whole and beside else ""))
+    if beside and not whole:
+        print(f"not in it: {beside}; export to a .zip takes them along")
     return Verdict.PASS
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    """Such as `1 acceptance and 3 cells`; what there is none of is left out."""
+    return " and ".join(f"{count:,} {name if count > 1 else name[:-1]}" for name, count in counts.items() if count)
 
 
 def _import(settings: ImportSettings) -> Verdict:
     new = _history(settings, must_exist=False).read_in(settings.file)
-    print(f"{settings.history}: {new:,} new measurements")
+    beside = _counted({f"new {name}": count for name, count in new.items() if name != "measurements"})
+    print(f"{settings.history}: {new['measurements']:,} new measurements" + (f", {beside}" if beside else ""))
     return Verdict.PASS
 
 
@@ -308,7 +318,7 @@ COMMAND = Actions(
         "show": Command("show the nights of a metric, and what they say", ShowSettings, _show, exit_codes("shown")),
         "accept": Command("say that a change is meant", AcceptSettings, _accept, exit_codes("accepted")),
         "blame": BLAME,
-        "export": Command("write all readings as CSV", ExportSettings, _export, exit_codes("written")),
+        "export": Command("write all readings as CSV, or all that there is as an archive", ExportSettings, _export, exit_codes("written")),
         "import": Command("add what export wrote", ImportSettings, _import, exit_codes("added")),
         "report": Command(
             "write the last night as pages with trends, JUnit and Markdown",

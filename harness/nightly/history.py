@@ -10,18 +10,17 @@ import json
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-from compressor.atomic import write_whole
 from compressor.errors import UserInputError
 from compressor.settings.kinds import TEXT
 from harness.errors import HistoryError
 from harness.nightly.environment import Environment
-from harness.nightly.measurement import Better, Kind, Measurement, begins_with_a_date, check_measurement, readings
-from harness.nightly.readings_csv import from_csv, to_csv
+from harness.nightly.exchange import read_tables, write_tables
+from harness.nightly.measurement import Acceptance, Better, CellRow, Kind, Measurement, begins_with_a_date, check_measurement, readings
 
 SCHEMA = 2
 """Of the file, in its `user_version`."""
@@ -39,51 +38,15 @@ _TABLES = {
     "cell TEXT NOT NULL, attempt INTEGER NOT NULL, outcome TEXT NOT NULL, seconds REAL NOT NULL, memory INTEGER NOT NULL, "
     "summary TEXT NOT NULL, made TEXT NOT NULL)",
 }
+_CELL = "night, digest, revision, cell, attempt, outcome, seconds, memory, summary"
+_EXPORTED = {
+    "readings": "SELECT night, facts, revision, metric, better, kind, measurements.made, place, value FROM measurements "
+    "JOIN readings ON measurement = measurements.id JOIN environments ON environment = environments.id ORDER BY measurements.id, place",
+    "acceptances": "SELECT metric, night, until, reason, made FROM acceptances ORDER BY id",
+    "cells": "SELECT night, facts, revision, cell, attempt, outcome, seconds, memory, summary, made FROM cells "
+    "JOIN environments ON environment = environments.id ORDER BY cells.id",
+}
 _INDEX = "CREATE INDEX measurements_by_metric ON measurements (metric, environment, night)"
-
-
-@dataclass(frozen=True)
-class CellRow:
-    """What became of one attempt at a cell of the nightly matrix.
-
-    Attributes:
-        night: its label.
-        environment: digest of it.
-        revision: of the code; empty where it is unknown.
-        cell: its name, such as `reference/w4a16/cpu/compress`.
-        attempt: from 1.
-        outcome: word of `cells.CellOutcome`.
-        seconds: wall time.
-        memory: peak of its processes, bytes; 0 where it was not measured.
-        summary: in a line.
-    """
-
-    night: str
-    environment: str
-    revision: str
-    cell: str
-    attempt: int
-    outcome: str
-    seconds: float
-    memory: int
-    summary: str
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Somebody's word that a change is meant.
-
-    Attributes:
-        metric: its name.
-        night: the first night of the new level.
-        until: the last day on which the word counts, as YYYY-MM-DD; empty where it counts for good.
-        reason: in words.
-    """
-
-    metric: str
-    night: str
-    until: str
-    reason: str
 
 
 class History:
@@ -252,14 +215,14 @@ class History:
             The rows.
         """
         query = (
-            "SELECT night, digest, revision, cell, attempt, outcome, seconds, memory, summary FROM cells "
-            "JOIN environments ON environment = environments.id WHERE ?1 IS NULL OR night = ?1 ORDER BY cells.id"
+            f"SELECT {_CELL} FROM cells JOIN environments ON environment = environments.id WHERE ?1 IS NULL OR night = ?1 "
+            "ORDER BY made, cells.id"
         )
         return [CellRow(*row) for row in self._read(query, (night,))]
 
     def acceptances(self, metric: str) -> list[Acceptance]:
         """Return what was accepted of a metric, in the order in which it was."""
-        rows = self._read("SELECT metric, night, until, reason FROM acceptances WHERE metric = ? ORDER BY id", (metric,))
+        rows = self._read("SELECT metric, night, until, reason FROM acceptances WHERE metric = ? ORDER BY made, id", (metric,))
         return [Acceptance(*row) for row in rows]
 
     def environment(self, digest: str) -> Environment:
@@ -279,61 +242,80 @@ class History:
             raise UserInputError(f"environment {digest}: no measurement of {self.path} has it; see harness nightly history")
         return Environment(json.loads(rows[0][0]))
 
-    def export(self, target: Path) -> int:
-        """Write all readings as CSV, with the facts of their environments, whole or not at all.
+    def export(self, target: Path) -> dict[str, int]:
+        """Write all readings as CSV, or all that there is as an archive of tables; with the facts of environments, whole or not at all.
 
         Args:
-            target: the file; one that is there is replaced.
+            target: a .csv or .zip; one that is there is replaced.
 
         Returns:
-            Number of rows.
+            How many readings, acceptances and cells there are; a .csv takes the readings only.
         """
-        query = (
-            "SELECT night, facts, revision, metric, better, kind, measurements.made, place, value FROM measurements "
-            "JOIN readings ON measurement = measurements.id JOIN environments ON environment = environments.id "
-            "ORDER BY measurements.id, place"
-        )
-        rows = self._read(query)
-        write_whole(target, to_csv(rows).encode())
-        return len(rows)
+        tables = {name: self._read(query) for name, query in _EXPORTED.items()}
+        write_tables(target, tables)
+        return {name: len(rows) for name, rows in tables.items()}
 
-    def beside_readings(self) -> str:
-        """Say in words what `export` leaves out, for a table of readings has no place for it; nothing where there is none."""
-        there = {name for (name,) in self._read("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        counts = {name: self._read(f"SELECT COUNT(*) FROM {name}")[0][0] for name in ("acceptances", "cells") if name in there}
-        return " and ".join(f"{count:,} {name if count > 1 else name[:-1]}" for name, count in counts.items() if count)
-
-    def read_in(self, source: Path) -> int:
-        """Add what `export` wrote, all or nothing; measurements that are there already are passed over.
+    def read_in(self, source: Path) -> dict[str, int]:
+        """Add what `export` wrote, all or nothing; what is there already is passed over.
 
         Args:
             source: a file that `export` wrote.
 
         Returns:
-            Number of measurements that were new.
+            How many measurements, acceptances and cells were new.
 
         Raises:
             UserInputError: the file is none of these, a row is wrong, or contradicts what is there; it is named, and nothing was added.
         """
-        measured = from_csv(source)
-        new = 0
+        found = read_tables(source)
         with self._open(write=True) as database:
-            for (one, facts, made), values in measured.items():
-                whole = replace(one, values=tuple(values))
-                there = database.execute(
-                    "SELECT value FROM readings JOIN measurements ON measurement = measurements.id JOIN environments "
-                    "ON environment = environments.id WHERE metric = ? AND night = ? AND digest = ? AND revision = ? AND made = ? "
-                    "ORDER BY measurements.id, place",
-                    (one.metric, one.night, one.environment, one.revision, made),
-                ).fetchall()
-                if not there:
-                    self._check_label(database, one.night)
-                    self._insert(database, whole, facts, made)
-                    new += 1
-                elif (known := tuple(value for (value,) in there)) != whole.values:
-                    told = f"{_some(whole.values)} there and {_some(known)} in {self.path}"
-                    raise UserInputError(f"{source}: {one.metric} of {one.night}, made {made}: is {told}; nothing was added")
-        return new
+            measurements = sum(self._take_in(database, source, *key, tuple(values)) for key, values in found.measured.items())
+            acceptances = sum(self._take_acceptance(database, source, *one) for one in found.accepted)
+            cells = sum(self._take_cell(database, source, *one) for one in found.ended)
+        return {"measurements": measurements, "acceptances": acceptances, "cells": cells}
+
+    def _take_in(
+        self, database: sqlite3.Connection, source: Path, one: Measurement, facts: str, made: str, values: tuple[float, ...]
+    ) -> bool:
+        """Add a measurement; False where it is there already."""
+        there = database.execute(
+            "SELECT value FROM readings JOIN measurements ON measurement = measurements.id JOIN environments "
+            "ON environment = environments.id WHERE metric = ? AND night = ? AND digest = ? AND revision = ? AND made = ? "
+            "ORDER BY measurements.id, place",
+            (one.metric, one.night, one.environment, one.revision, made),
+        ).fetchall()
+        if not there:
+            self._check_label(database, one.night)
+            self._insert(database, replace(one, values=values), facts, made)
+        elif (known := tuple(value for (value,) in there)) != values:
+            told = f"{_some(values)} there and {_some(known)} in {self.path}"
+            raise UserInputError(f"{source}: {one.metric} of {one.night}, made {made}: is {told}; nothing was added")
+        return not there
+
+    def _take_acceptance(self, database: sqlite3.Connection, source: Path, one: Acceptance, made: str) -> bool:
+        row = (*astuple(one), made)
+        there = "SELECT 1 FROM acceptances WHERE metric = ? AND night = ? AND until = ? AND reason = ? AND made = ?"
+        if database.execute(there, row).fetchone():
+            return False
+        if not database.execute("SELECT 1 FROM measurements WHERE metric = ? AND night = ?", row[:2]).fetchone():
+            raise UserInputError(f"{source}: {one.metric} was accepted since {one.night}, which has no reading of it; nothing was added")
+        database.execute("INSERT INTO acceptances (metric, night, until, reason, made) VALUES (?, ?, ?, ?, ?)", row)
+        return True
+
+    def _take_cell(self, database: sqlite3.Connection, source: Path, row: CellRow, facts: str, made: str) -> bool:
+        there = database.execute(
+            f"SELECT {_CELL} FROM cells JOIN environments ON environment = environments.id "
+            "WHERE night = ? AND digest = ? AND revision = ? AND cell = ? AND attempt = ? AND made = ?",
+            (row.night, row.environment, row.revision, row.cell, row.attempt, made),
+        ).fetchone()
+        if there is None:
+            self._check_label(database, row.night)
+            self._insert_cell(database, row, facts, made)
+        elif CellRow(*there) != row:
+            raise UserInputError(
+                f"{source}: cell {row.cell} of {row.night}, made {made}, ended otherwise in {self.path}; nothing was added"
+            )
+        return there is None
 
     def _insert(self, database: sqlite3.Connection, one: Measurement, facts: str, made: str) -> None:
         database.execute("INSERT OR IGNORE INTO environments (digest, facts) VALUES (?, ?)", (one.environment, facts))

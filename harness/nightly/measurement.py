@@ -1,4 +1,4 @@
-"""What one night measured of one metric, and what may be written of it."""
+"""What one night measured of one metric, what became of a cell, what was accepted; and what may be written of a measurement."""
 
 from __future__ import annotations
 
@@ -38,6 +38,50 @@ class Measurement:
     better: Better
     values: tuple[float, ...]
     kind: Kind = "series"
+
+
+@dataclass(frozen=True)
+class CellRow:
+    """What became of one attempt at a cell of the nightly matrix.
+
+    Attributes:
+        night: its label.
+        environment: digest of it.
+        revision: of the code; empty where it is unknown.
+        cell: its name, such as `reference/w4a16/cpu/compress`.
+        attempt: from 1.
+        outcome: word of `cells.CellOutcome`.
+        seconds: wall time.
+        memory: peak of its processes, bytes; 0 where it was not measured.
+        summary: in a line.
+    """
+
+    night: str
+    environment: str
+    revision: str
+    cell: str
+    attempt: int
+    outcome: str
+    seconds: float
+    memory: int
+    summary: str
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Somebody's word that a change is meant.
+
+    Attributes:
+        metric: its name.
+        night: the first night of the new level.
+        until: the last day on which the word counts, as YYYY-MM-DD; empty where it counts for good.
+        reason: in words.
+    """
+
+    metric: str
+    night: str
+    until: str
+    reason: str
 
 
 def readings(metric: str, values: object) -> tuple[float, ...]:

@@ -17,11 +17,11 @@ from harness.errors import HarnessError
 from harness.nightly.cells import Cell, CellOutcome, all_cells
 from harness.nightly.config import NightlyConfig
 from harness.nightly.environment import Environment, current_environment
-from harness.nightly.history import CellRow, History
+from harness.nightly.history import History
 from harness.nightly.judging.flaky import Flaky, find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
-from harness.nightly.measurement import Measurement
+from harness.nightly.measurement import CellRow, Measurement
 from harness.nightly.process import Ended, run_limited
 from harness.nightly.work import Job
 from harness.reporting.verdict import Verdict, worst

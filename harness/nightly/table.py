@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from harness.nightly.history import Acceptance
     from harness.nightly.judging.judgement import Judgement
     from harness.nightly.judging.simulation import Figures
-    from harness.nightly.measurement import Measurement
+    from harness.nightly.measurement import Acceptance, Measurement
     from harness.nightly.runner import Night
 
 

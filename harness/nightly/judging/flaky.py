@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.nightly.history import CellRow
+from harness.nightly.measurement import CellRow
 
 LEAST_MIXED = 2
 """Revisions at which a cell must have had several outcomes before it counts as flaky: one may be the machine's fault."""

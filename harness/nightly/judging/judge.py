@@ -15,12 +15,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from harness.nightly.history import Acceptance
 from harness.nightly.judging.bridging import BridgedSeries, bridged
 from harness.nightly.judging.judgement import Change, Judgement, day_of, find_acceptance
 from harness.nightly.judging.paired import judge_paired
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, detectable_step, find_shifts
-from harness.nightly.measurement import Measurement
+from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantile
 

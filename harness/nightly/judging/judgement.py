@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from typing import Any
 
-from harness.nightly.history import Acceptance
+from harness.nightly.measurement import Acceptance
 from harness.reporting.verdict import Verdict
 
 

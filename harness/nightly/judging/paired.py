@@ -15,9 +15,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from harness.nightly.history import Acceptance
 from harness.nightly.judging.judgement import Change, Judgement, day_of, find_acceptance
-from harness.nightly.measurement import Measurement
+from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, Interval, percentile_interval, resample_sums
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from compressor.errors import UserInputError
-from harness.nightly.history import Acceptance, History
+from harness.nightly.history import History
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
-from harness.nightly.measurement import Measurement
+from harness.nightly.measurement import Acceptance, Measurement
 from harness.nightly.runner import Night
 from harness.reporting.verdict import Verdict
 

@@ -9,7 +9,9 @@ import sqlite3
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import closing
+from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from compressor.errors import UserInputError
 from harness.errors import HistoryError
 from harness.nightly import History
 from harness.nightly.environment import Environment
+from harness.nightly.measurement import CellRow, Measurement
 
 HERE, ELSEWHERE = Environment({"device": "cpu"}), Environment({"device": "cuda", "gpu": "one"})
 
@@ -193,6 +196,7 @@ WRITER = """
 import sys
 from harness.nightly import History
 from harness.nightly.environment import Environment
+from harness.nightly.measurement import CellRow, Measurement
 history = History(sys.argv[1])
 for number in range(int(sys.argv[2])):
     history.add(sys.argv[3], [1.0 + number] * 7, environment=Environment({"device": "cpu"}), night=f"{number:05}")
@@ -219,11 +223,94 @@ def test_writers_at_once_lose_nothing_and_one_that_is_killed_leaves_whole_nights
 def test_what_is_exported_comes_back_once(history: History, tmp_path: Path) -> None:
     history.add("a", [0.1, 1 / 3], environment=HERE, night="1", revision='r,"x"')
     history.add("b", [2.0], environment=ELSEWHERE, night="2", better="higher")
-    assert history.export(tmp_path / "all.csv") == 3
+    assert history.export(tmp_path / "all.csv")["readings"] == 3
     other = History(tmp_path / "other.sqlite")
     (tmp_path / "all.csv").write_text((tmp_path / "all.csv").read_text(), "utf-8-sig")  # as a spreadsheet writes it
-    assert (other.read_in(tmp_path / "all.csv"), other.read_in(tmp_path / "all.csv")) == (2, 0)
+    assert [other.read_in(tmp_path / "all.csv")["measurements"] for _ in range(2)] == [2, 0]
     assert [other.series(name) for name in "ab"] == [history.series(name) for name in "ab"]
+
+
+def _all_of(history: History) -> tuple[object, ...]:
+    return [history.series(name) for name in history.metrics()], [history.acceptances(name) for name in history.metrics()], history.cells()
+
+
+def _fill(history: History) -> CellRow:
+    ended = CellRow("2", HERE.digest, "r", 'a/"b"/compress', 1, "timeout", 0.1, 7, "no verdict,\nin an hour")
+    measured = Measurement("2", HERE.digest, "r", "b", "lower", (0.1, 3.0))
+    history.add("a", [0.1, 1 / 3], environment=ELSEWHERE, night="1")
+    history.add_cell(ended, [measured], environment=HERE)
+    history.add_cell(replace(ended, attempt=2, outcome="pass", summary=""), [], environment=HERE)
+    for reason in ("first, thought", "then"):
+        history.accept("a", "1", reason, "2999-01-01" if reason == "then" else "")
+    return ended
+
+
+def test_an_archive_takes_acceptances_and_cells_along_and_adds_nothing_twice(history: History, tmp_path: Path) -> None:
+    _fill(history)
+    counts = {"readings": 4, "acceptances": 2, "cells": 2}
+    assert history.export(tmp_path / "all.zip") == history.export(tmp_path / "again.zip") == counts
+    assert (tmp_path / "all.zip").read_bytes() == (tmp_path / "again.zip").read_bytes()
+    other = History(tmp_path / "other.sqlite")
+    assert other.read_in(tmp_path / "all.zip") == {"measurements": 2, "acceptances": 2, "cells": 2}
+    assert not any(other.read_in(tmp_path / "all.zip").values()) and _all_of(other) == _all_of(history)
+    other.export(tmp_path / "back.zip")
+    assert (tmp_path / "back.zip").read_bytes() == (tmp_path / "all.zip").read_bytes()
+
+
+def test_what_was_accepted_last_counts_wherever_it_was_written(history: History, tmp_path: Path) -> None:
+    history.add("a", [1.0], environment=HERE, night="1")
+    history.export(tmp_path / "start.zip")
+    other = History(tmp_path / "other.sqlite")
+    other.read_in(tmp_path / "start.zip")
+    history.accept("a", "1", "before")
+    other.accept("a", "1", "later")
+    history.export(tmp_path / "all.zip")
+    other.read_in(tmp_path / "all.zip")
+    assert [one.reason for one in other.acceptances("a")] == ["before", "later"]
+
+
+@pytest.mark.parametrize(
+    ("table", "old", "new", "told"),
+    [
+        ("acceptances", "first, thought", " ", "acceptances.csv:2: is no acceptance (its reason is blank)"),
+        ("acceptances", "2999-01-01", "soon", "acceptances.csv:3: is no acceptance (until 'soon' is not"),
+        ("acceptances", "a,1,", "a,7,", "a was accepted since 7, which has no reading of it"),
+        ("cells", "timeout", "tired", "cells.csv:2: is no cell (outcome 'tired' is not"),
+        ("cells", ",1,timeout", ",0,timeout", "cells.csv:2: is no cell (a name is blank, or a number below"),
+        ("cells", "0.1,7", "0.1,seven", "cells.csv:2: is no cell (memory 'seven' is not"),
+        ("cells", "night,", "nights,", "cells.csv: its first line is not night,environment"),
+        ("cells", "", None, "cannot be read"),
+    ],
+)
+def test_a_wrong_row_of_an_archive_is_named_and_nothing_is_added(
+    history: History, tmp_path: Path, table: str, old: str, new: str | None, told: str
+) -> None:
+    _fill(history)
+    history.export(tmp_path / "all.zip")
+    with zipfile.ZipFile(tmp_path / "all.zip") as packed:
+        texts = {name: packed.read(name).decode() for name in packed.namelist()}
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as packed:
+        for name, text in texts.items():
+            if new is not None or not name.startswith(table):
+                packed.writestr(name, text.replace(old, new or "") if name.startswith(table) else text)
+    other = History(tmp_path / "other.sqlite")
+    with pytest.raises(UserInputError, match=re.escape(told)):
+        other.read_in(tmp_path / "all.zip")
+    assert _all_of(other) == ([], [], [])
+
+
+def test_a_cell_that_ended_otherwise_contradicts(history: History, tmp_path: Path) -> None:
+    ended = _fill(history)
+    history.export(tmp_path / "all.zip")
+    other = History(tmp_path / "other.sqlite")
+    other.read_in(tmp_path / "all.zip")
+    with zipfile.ZipFile(tmp_path / "all.zip") as packed:
+        texts = {name: packed.read(name).decode().replace("timeout", "killed") for name in packed.namelist()}
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as packed:
+        for name, text in texts.items():
+            packed.writestr(name, text)
+    with pytest.raises(UserInputError, match=re.escape(f"cell {ended.cell} of 2") + r".*ended otherwise in .*; nothing was added"):
+        other.read_in(tmp_path / "all.zip")
 
 
 @pytest.mark.parametrize(

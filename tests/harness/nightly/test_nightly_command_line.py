@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -71,12 +72,28 @@ def test_nights_are_listed_and_come_back_from_an_export(history: Path, tmp_path:
     assert nightly(capsys, "export", tmp_path / "all.csv", "--history", history) == (0, f"{tmp_path / 'all.csv'}: 150 readings\n")
     nightly(capsys, "accept", "slower", "2026-02-17", "--reason", "checks more", "--history", history)
     said = nightly(capsys, "export", tmp_path / "all.csv", "--history", history)[1]
-    assert said.endswith(f"not in it: 1 acceptance; a copy of {history} has them too\n")
+    assert said.endswith("not in it: 1 acceptance; export to a .zip takes them along\n")
+    said = nightly(capsys, "export", tmp_path / "all.zip", "--history", history)[1]
+    assert said == f"{tmp_path / 'all.zip'}: 150 readings, 1 acceptance\n"
     other = tmp_path / "other.sqlite"
     assert nightly(capsys, "import", tmp_path / "all.csv", "--history", other) == (0, f"{other}: 100 new measurements\n")
     rows = [json.loads(nightly(capsys, "history", "--history", path, "--json")[1]) for path in (history, other)]
     assert rows[0] == rows[1] and rows[0][0] == {"night": "2026-01-01", "metrics": 2, "readings": 3}
     assert json.loads(nightly(capsys, "show", "slower", "--history", other, "--json")[1])["nights"][3]["revision"] == "r3"
+    said = nightly(capsys, "import", tmp_path / "all.zip", "--history", other)
+    assert said == (0, f"{other}: 0 new measurements, 1 new acceptance\n")
+
+
+@pytest.mark.parametrize("name", ["mine.csv", "mine.zip", "photos.zip"])
+def test_export_keeps_what_it_did_not_write(name: str, history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if name == "photos.zip":
+        with zipfile.ZipFile(tmp_path / name, "w") as photos:
+            photos.writestr("sea.jpg", "blue")
+    else:
+        (tmp_path / name).write_text("name,price\ntea,3\n", "utf-8")
+    before = (tmp_path / name).read_bytes()
+    code, text = nightly(capsys, "export", tmp_path / name, "--history", history)
+    assert code == 3 and name in text and (tmp_path / name).read_bytes() == before
 
 
 def test_simulate_prints_a_row_a_noise(history: Path, capsys: pytest.CaptureFixture[str]) -> None:

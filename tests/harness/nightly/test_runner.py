@@ -18,9 +18,9 @@ from harness import cli
 from harness.nightly import History
 from harness.nightly.cells import CellOutcome, all_cells
 from harness.nightly.config import read_config
-from harness.nightly.history import CellRow
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judgement import Judgement
+from harness.nightly.measurement import CellRow
 from harness.nightly.process import run_limited
 from harness.nightly.runner import Night, Runner
 from harness.reporting.verdict import Verdict

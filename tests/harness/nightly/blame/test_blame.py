@@ -25,8 +25,8 @@ from harness.nightly.blame.repository import Repository
 from harness.nightly.blame.search import Search
 from harness.nightly.cells import CellOutcome
 from harness.nightly.environment import Environment
-from harness.nightly.history import CellRow, History
-from harness.nightly.measurement import Kind, Measurement
+from harness.nightly.history import History
+from harness.nightly.measurement import CellRow, Kind, Measurement
 from harness.reporting.verdict import Verdict
 
 ENVIRONMENT = Environment({"device": "cpu"})

@@ -9,11 +9,10 @@ from datetime import date, timedelta
 import numpy as np
 import pytest
 
-from harness.nightly.history import Acceptance
 from harness.nightly.judging.bridging import level
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, find_shifts, student_tail
-from harness.nightly.measurement import Measurement
+from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 
 

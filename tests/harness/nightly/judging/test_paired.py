@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.nightly.history import Acceptance
 from harness.nightly.judging.judge import judge
-from harness.nightly.measurement import Measurement
+from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 
 BASE = np.random.default_rng(0).lognormal(0, 1, 128)

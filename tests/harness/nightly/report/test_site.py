@@ -16,7 +16,7 @@ from compressor.errors import OutputError, UserInputError
 from harness.cli import main
 from harness.nightly import History
 from harness.nightly.environment import Environment
-from harness.nightly.history import CellRow
+from harness.nightly.measurement import CellRow
 from harness.nightly.report.site import page_of, write_site
 from harness.reporting.verdict import Verdict
 
