@@ -381,9 +381,12 @@ def _with_planted(subject: Solver, one: Problem, value: float) -> Iterator[tuple
         weights = [one.weight.clone(), one.weight[:5] * 3, one.weight.to(torch.bfloat16)]
         weights[number][-1, 0] = value
         yield f"weight {number} of 3", partial(subject.solve, weights, one.hessian)
+    for number in range(5):
         batches = [one.x[:100].clone(), one.x[100:200].reshape(2, 50, -1).clone(), one.x[200:].to(torch.bfloat16)]
+        batches += [one.x[0].clone(), one.x[:48].reshape(2, 3, 8, -1).clone()]
         batches[number].view(-1)[-1] = value
-        yield f"batch {number} of 3", partial(_accumulate_and_solve, subject, one.weight, batches)
+        what = f"batch {number} of 5, of {batches[number].dim()} dimensions in {batches[number].dtype}"
+        yield what, partial(_accumulate_and_solve, subject, one.weight, batches)
     for place in places((one.weight.shape[0], one.weight.shape[1])):
         weight, x = one.weight.clone(), one.x.clone()
         weight[place] = x[place] = value

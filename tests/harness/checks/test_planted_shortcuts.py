@@ -104,6 +104,17 @@ class ReadsNaNBesideTheDiagonalAsZero(OurSolver):
         return super().solve(weights, rest + hessian.diag().diag(), block_size, like)
 
 
+class AccumulatesWithoutNaN(OurSolver):
+    """Reads NaN in batches of some ranks as 0."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(INT4)
+        self._rank = rank
+
+    def hessian(self, batches: Sequence[Tensor]) -> Tensor:
+        return super().hessian([x.nan_to_num(0, 0, 0) if x.dim() == self._rank else x for x in batches])
+
+
 class KeepsReferences(OurObserver):
     def observe(self, batches: Sequence[Tensor]) -> Quantized:
         return super().observe(list(batches))
@@ -256,6 +267,8 @@ PLANTED: dict[str, tuple[Any, str, str]] = {
         "inf in batch 0 in torch.float16",
     ),
     "NaN beside a diagonal": (ReadsNaNBesideTheDiagonalAsZero(INT4), "solver.refuses_nonfinite", "nan in H at ["),
+    "NaN in single tokens": (AccumulatesWithoutNaN(1), "solver.refuses_nonfinite", "nan in batch 3 of 5, of 1 dimensions"),
+    "NaN in four dimensions": (AccumulatesWithoutNaN(4), "solver.refuses_nonfinite", "nan in batch 4 of 5, of 4 dimensions"),
     "references of batches": (KeepsReferences(TENSOR), "observer.batch_order", "all in one piece of memory, reversed"),
     "requires_grad of a weight": (TrainsWhatItIsGiven(INT4), "quantizer.zero", "the weight that it was given: changed in requires_grad"),
     "a note on a weight": (NotesOnWhatItIsGiven(INT4), "quantizer.zero", "the weight that it was given: changed in attribute largest"),
