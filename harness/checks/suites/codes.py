@@ -235,7 +235,7 @@ def local(subject: Quantizer, context: CheckContext) -> str:
                 _change_unit(subject, weight, before, divmod(number, across), unit)
                 count += 1
     if not count:
-        raise NothingToCheckError("all values share one scale")
+        raise NothingToCheckError("all values of every weight that is shown share one scale")
     return f"{count} units were changed"
 
 
