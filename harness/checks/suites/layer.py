@@ -37,9 +37,9 @@ def _shapes(subject: Layer) -> list[tuple[int, int]]:
     return [(5, 3 * multiple), (33, multiple), (1, 2 * multiple), (2 * multiple, 2 * multiple)]
 
 
-def _further_shapes(subject: Layer) -> list[tuple[int, int]]:
-    """High and wide; and as many blocks of usual sizes down as across: 16 x 16 to 128 x 128, and those twice as wide as high."""
-    return [*large_shapes(subject.column_multiple), *([] if 256 % subject.column_multiple else [(256, 256), (128, 256)])]
+def _block_shapes(subject: Layer) -> list[tuple[int, int]]:
+    """As many blocks of usual sizes down as across: 16 x 16 to 128 x 128, and those twice as wide as high."""
+    return [] if 256 % subject.column_multiple else [(256, 256), (128, 256)]
 
 
 @register(14, "weight_as_calibrated", "The stored weight is what calibration computed, bitwise, after a state dict too", kind="layer")
@@ -48,7 +48,8 @@ def weight_as_calibrated(subject: Layer, context: CheckContext) -> str:
     count = 0
     for dtype in subject.dtypes:
         cases = [(shape, name) for shape in _shapes(subject) for name in ("spread groups", "dead groups", "lopsided")]
-        for shape, name in (*cases, *((shape, "spread groups") for shape in _further_shapes(subject))):
+        further = [*large_shapes(subject.column_multiple), *_block_shapes(subject)]
+        for shape, name in (*cases, *((shape, "spread groups") for shape in further)):
             linear = _linear(shape, dtype, name=name)
             before = linear.weight.detach().clone()
             layer = subject.build(linear)
@@ -101,7 +102,7 @@ def product(subject: Layer, context: CheckContext) -> str:
     for dtype in subject.dtypes:
         first, second, *others = _shapes(subject)
         sizes = [(first, True), (second, False)]
-        sizes += [(shape, True) for shape in _further_shapes(subject) if dtype == subject.dtypes[0]]
+        sizes += [(shape, True) for shape in large_shapes(subject.column_multiple) if dtype == subject.dtypes[0]]
         for number, (shape, bias) in enumerate(sizes):
             case = _Case.built(subject, shape, dtype, bias)
             worst = max(worst, _hold_plain(case, shape[1], dtype) if number < 2 else 0.0)
@@ -112,6 +113,7 @@ def product(subject: Layer, context: CheckContext) -> str:
                 case.layer.eval()
                 error = _hold_product(case, x, f"{name}, in evaluation mode", least=_COARSE.get(name, 0.0))
                 worst = max(worst, 0.0 if name in _COARSE else error)
+        others += _block_shapes(subject) if dtype == subject.dtypes[0] else []
         for shape, bias in ((shape, bias) for shape in others for bias in (True, False)):  # one wide, one high, and square
             case = _Case.built(subject, shape, dtype, bias, times=16)  # else one bias outweighs what a few columns add up to
             x = _inputs(((7,),), shape[1], dtype)[0]
