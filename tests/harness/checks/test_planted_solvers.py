@@ -68,7 +68,7 @@ WRONG: dict[str, tuple[Wrong, str, str]] = {
     ),
     "wide weights": (Wrong(beside=as_rounding(lambda w: w.shape[1] > 512)), "solver.pieces", "1056 columns, piece"),
     "NaN in a later weight": (Wrong(weight=lambda w, number: w if number == 0 else finite(w)), "solver.refuses_nonfinite", "weight 1 of 3"),
-    "NaN in a later batch": (Wrong(batch=lambda x, number: x if number == 0 else finite(x)), "solver.refuses_nonfinite", "batch 1 of 3"),
+    "NaN in a later batch": (Wrong(batch=lambda x, number: x if number == 0 else finite(x)), "solver.refuses_nonfinite", "batch 1 of 5"),
     "NaN in bfloat16": (
         Wrong(weight=lambda w, _: finite(w) if w.dtype == torch.bfloat16 else w),
         "solver.refuses_nonfinite",
