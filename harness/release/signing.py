@@ -21,6 +21,7 @@ from harness.release.policy import ReleasePolicy, load_release_policy
 from harness.release.report import ReleaseReport, judged
 from harness.reporting.record import CheckRecord
 from harness.validation.compare import ValidationReport, validate
+from harness.validation.subject import check_folders
 
 CHECKS: tuple[Check, ...] = (*files.CHECKS, *tokenizer.CHECKS, *generation.CHECKS, *invariance.CHECKS)
 
@@ -64,6 +65,7 @@ def sign_off(
     started, clock = datetime.now(UTC), time.monotonic()
     progress = progress or SilentProgress()
     base_dir, folder = resolve_folder(base).path, resolve_folder(compressed).path
+    check_folders(base_dir, folder)
     before = files.contents(folder)
     report = validate(
         base_dir,

@@ -69,6 +69,23 @@ class Subject:
         return {name: group for name, group in self.modules.items() if group.scheme is not None}
 
 
+def check_folders(base_dir: Path, compressed_dir: Path) -> None:
+    """Refuse what are no two folders, before either is read.
+
+    Args:
+        base_dir: of the base model.
+        compressed_dir: of the compressed checkpoint.
+
+    Raises:
+        ModelError: a folder is missing, or both are the same.
+    """
+    for folder, role in ((base_dir, "base"), (compressed_dir, "compressed")):
+        if not folder.is_dir():
+            raise ModelError(f"{folder}: no such folder for the {role} model; give the folder that holds its config.json")
+    if base_dir.resolve() == compressed_dir.resolve():
+        raise ModelError(f"{base_dir}: is given as base and as compressed model; give two folders")
+
+
 def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False) -> Subject:
     """Read both folders; tensors stay on disk.
 
@@ -81,11 +98,7 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
     Raises:
         ModelError: a folder is missing, both are the same, or the base cannot be read or is quantized.
     """
-    for folder, role in ((base_dir, "base"), (compressed_dir, "compressed")):
-        if not folder.is_dir():
-            raise ModelError(f"{folder}: no such folder for the {role} model; give the folder that holds its config.json")
-    if base_dir.resolve() == compressed_dir.resolve():
-        raise ModelError(f"{base_dir}: is given as base and as compressed model; give two folders")
+    check_folders(base_dir, compressed_dir)
     base_config, problem = _read_config(base_dir)
     if base_config is None:
         raise ModelError(f"{problem}; the base must be a Hugging Face model folder")

@@ -218,3 +218,23 @@ def test_mistakes_on_the_command_line_are_no_verdict(made: Release, tmp_path: Pa
     inside = ["release", str(made.base), str(tmp_path / "own"), "--output-dir", str(tmp_path / "own" / "out")]
     assert cli.main(inside) == 3 and "only read" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "compressed", "told"),
+    [
+        ("base", "nothere", "nothere: no such folder for the compressed model"),
+        ("base", "file", "file: no such folder for the compressed model"),
+        ("file", "base", "file: no such folder for the base model"),
+        ("base", "base", "base: is given as base and as compressed model"),
+    ],
+)
+def test_what_is_no_folder_is_told_before_anything_is_read(
+    base: str, compressed: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "file").write_text("no folder")
+    code = cli.main(["release", base, compressed, "--dataset", "held.jsonl", "--quiet"])
+    error = capsys.readouterr().err
+    assert code == 3 and told in error and error.count("\n") == 1 and not list(tmp_path.glob("*-release"))
