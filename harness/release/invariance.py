@@ -5,13 +5,15 @@ B batch, T positions, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from compressor.model.folder import some
 from harness.release.candidate import Candidate, Check
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
@@ -25,6 +27,8 @@ DTYPE = Claim("invariance.dtype", "In float32 it predicts what it predicts in th
 DEVICE = Claim("device.cuda", "The GPU predicts what the CPU predicts")
 RELOAD = Claim("reload.logits", "Saved with save_pretrained and loaded again, it predicts the same, bit for bit")
 
+_SAME = 1e-5
+"""Of a product in float32 that is computed in another order; a code that is another one costs a hundred times as much."""
 Way = Callable[[torch.nn.Module, Candidate], tuple[torch.Tensor, torch.Tensor]]
 """A model and the prompts -> logits of one way and of the other, of equal shape."""
 
@@ -99,9 +103,60 @@ def _check(claim: Claim, way: Way) -> Check:
     def look(candidate: Candidate) -> CheckRecord:
         own, found = (deviation(*way(model, candidate)) for model in (candidate.wide_base, candidate.wide_model))
         limit = max(candidate.policy.generation.max_deviation, 4 * own)
+        rounding = _rounding(candidate.wide_model)
+        if limit < found < float("inf") and limit < 1 and rounding:
+            return _judged_without_rounding(claim, way, candidate, limit, {"base": own, "compressed": found})
         return _judged(claim, found, limit, {"base": own, "compressed": found})
 
     return Check(claim, look)
+
+
+def _rounding(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that round what they are given or give, by name."""
+    schemes = {name: getattr(module, "quantization_scheme", None) for name, module in model.named_modules()}
+    return {name: model.get_submodule(name) for name, one in schemes.items() if one and (one.input_activations or one.output_activations)}
+
+
+def _judged_without_rounding(claim: Claim, way: Way, candidate: Candidate, limit: float, evidence: dict[str, float]) -> CheckRecord:
+    """Judge a checkpoint that rounds activations: one that lies at a tie falls either way, and no two ways to a prediction are equal.
+
+    So the ways are compared where nothing is rounded but the weights, and each layer must round a token by itself.
+    """
+    model = candidate.wide_model
+    with _without_rounding(model):
+        found = deviation(*way(model, candidate))
+    joint = [name for name, module in _rounding(model).items() if _looks_beside(module)]
+    told = f"{evidence['compressed']:.1e} of the largest logit, and {found:.1e} where activations are not rounded"
+    findings = [f"the two ways part by {told}"] if found > limit else []
+    if joint:
+        findings.append(f"the two ways part by {told}: a token is rounded by what stands beside it ({some(joint)})")
+    told += ": those at a tie fall either way"
+    return claim.found(findings, told, limit=f"<= {limit:.1e}", evidence={"deviation": evidence | {"without_rounding": found}})
+
+
+@contextlib.contextmanager
+def _without_rounding(model: torch.nn.Module) -> Iterator[None]:
+    """Leave activations as they are; the weights are those of the checkpoint."""
+    kept: dict[Any, Any] = {module: module.quantization_scheme for module in _rounding(model).values()}
+    nothing = {"input_activations": None, "output_activations": None}
+    try:
+        for module, scheme in kept.items():
+            module.quantization_scheme = scheme.model_copy(update=nothing)
+        yield
+    finally:
+        for module, scheme in kept.items():
+            module.quantization_scheme = scheme
+
+
+def _looks_beside(module: Any) -> bool:
+    """Whether a module rounds some tokens otherwise where large ones stand beside them."""
+    if not isinstance(module, torch.nn.Linear):
+        activations = (module.quantization_scheme.input_activations, module.quantization_scheme.output_activations)
+        return any(one is not None and one.dynamic is True and one.strategy == "tensor" for one in activations)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(1, 6, module.in_features, generator=generator).to(module.weight)
+    beside = torch.cat([tokens, 100 * tokens.flip(1)], dim=1), torch.cat([tokens, 100 * tokens])
+    return any(deviation(module(tokens)[0], module(more)[0, :6]) > _SAME for more in beside)
 
 
 def _judged(claim: Claim, found: float, limit: float, evidence: dict[str, float]) -> CheckRecord:

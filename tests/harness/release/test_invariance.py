@@ -1,0 +1,60 @@
+"""Two ways to one prediction, where the checkpoint rounds activations: codes at a tie fall either way, and nothing else may."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.release import invariance
+from harness.release.candidate import Candidate
+from harness.reporting.record import CheckRecord
+from harness.reporting.verdict import Outcome
+from tests.harness.release.conftest import POLICY, Release
+
+WAYS = {check.claim.name: check for check in invariance.CHECKS[:4]}
+PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def candidate_of(release: Release, inputs: dict[str, Any]) -> Candidate:
+    """The checkpoint with rounded inputs, on kernels that sum in another order each time: embeddings move by a few roundings."""
+    release.edit_json("config.json", lambda data: data["quantization_config"]["config_groups"]["group_0"].update(input_activations=inputs))
+    rows = load_file(release.dataset)["input_ids"].tolist()
+    found = Candidate(release.base, release.compressed, POLICY, rows, torch.device("cpu"), seed=0)
+    generator = torch.Generator().manual_seed(0)
+
+    def move(module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + 2.0**-18 * (torch.randint(0, 2, output.shape, generator=generator) * 2 - 1))
+
+    found.wide_model.get_input_embeddings().register_forward_hook(move)  # type: ignore[operator]
+    return found
+
+
+def records(candidate: Candidate) -> list[CheckRecord]:
+    return [check.record(candidate) for check in WAYS.values()]
+
+
+@pytest.mark.parametrize("inputs", [PER_TOKEN, {**PER_TOKEN, "type": "float"}, {**PER_TOKEN, "num_bits": 4}], ids=["W8A8", "fp8", "int4"])
+def test_codes_at_a_tie_fall_either_way_and_damage_nothing(release: Release, inputs: dict[str, Any]) -> None:
+    candidate = candidate_of(release, inputs)
+    schemes = [getattr(module, "quantization_scheme", None) for module in candidate.wide_model.modules()]
+    found = records(candidate)
+    assert all(record.outcome is Outcome.PASS for record in found), [record.summary for record in found]
+    assert any("where activations are not rounded: those at a tie fall either way" in record.summary for record in found)
+    assert [getattr(module, "quantization_scheme", None) for module in candidate.wide_model.modules()] == schemes
+
+
+def test_a_layer_that_rounds_a_token_by_what_stands_beside_it_is_named(release: Release) -> None:
+    found = records(candidate_of(release, {**PER_TOKEN, "strategy": "tensor"}))
+    assert any(record.outcome is Outcome.FAIL and "by what stands beside it (model.layers.0." in record.summary for record in found)
+
+
+def test_padding_that_leaks_beside_rounding_is_seen_without_it(release: Release) -> None:
+    candidate = candidate_of(release, PER_TOKEN)
+    candidate.wide_model.get_input_embeddings().register_forward_hook(  # type: ignore[operator]
+        lambda module, given, output: output + 0.1 * output.mean((0, 1))
+    )
+    failed = {record.name for record in records(candidate) if record.outcome is Outcome.FAIL}
+    assert failed >= {"invariance.padding_left", "invariance.padding_right", "invariance.batch"}
