@@ -14,6 +14,7 @@ from typing import Any
 
 RAW = (bytearray, array)
 CONTAINERS = (dict, list, set, deque, *RAW)
+_BUILTIN = frozenset({dict, OrderedDict, list, set})
 
 
 def slots_of(value: object) -> dict[str, MemberDescriptorType]:
@@ -74,6 +75,8 @@ def holds(container: Any, kept: Any) -> bool:
     Returns:
         True if so.
     """
+    if not kept and type(container) in _BUILTIN:  # as most are: the hooks of a module alone are a dozen
+        return not container
     if isinstance(container, set):
         return len(container) == len(kept) and {*map(id, container)} == {*map(id, kept)}
     if isinstance(kept, bytes):

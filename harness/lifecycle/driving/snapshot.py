@@ -66,6 +66,9 @@ _LOADS_MORE = ("torch", "numpy")
 _OF_THE_COMPILER = ("TORCHINDUCTOR_", "TRITON_")
 _MISSING = object()
 _PLAIN = (type(None), bool, int, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
+# What most attributes are, seen at one look; a snapshot is taken at every call of a lifecycle, and holds hundreds of them.
+_MOST = frozenset({type(None), bool, int, str, torch.dtype, torch.device})
+_NO_HOOKS: list[object] = []
 
 
 class Same:
@@ -272,9 +275,10 @@ class Snapshot:
             The differences, in a fixed order.
         """
         found = []
-        for key in {**self.items, **later.items}:
-            before, after = self.items.get(key, _MISSING), later.items.get(key, _MISSING)
-            if key[0] in allowed or before is after or before == after:  # as nearly all are, of tens of thousands
+        mine, its = self.items, later.items
+        pairs = [(key, before, its.get(key, _MISSING)) for key, before in mine.items()]
+        for key, before, after in pairs + [(key, _MISSING, after) for key, after in its.items() if key not in mine]:
+            if before is after or key[0] in allowed or before == after:  # as nearly all are, of tens of thousands
                 continue
             # A module of another class came or went, no class has changed.
             is_news = (before is _MISSING and isinstance(after, Namespace)) or (after is _MISSING and isinstance(before, Namespace))
@@ -297,7 +301,7 @@ def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = (), t
     Returns:
         Plain data, copies of tensors and identities.
     """
-    if isinstance(value, (*_PLAIN, Bits, Same)):  # plain, or frozen already
+    if type(value) in _MOST or isinstance(value, (*_PLAIN, Bits, Same)):  # plain, or frozen already
         return value
     if isinstance(value, float):
         return repr(value)  # NaN equals itself here
@@ -335,17 +339,19 @@ def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str]
     Yields:
         Kind and place, and what stands there.
     """
+    held, prefix = module.__dict__, f"{name}." if name else ""
     yield ("module", name), Same(module)
-    yield ("attribute", f"{name}.__class__".lstrip(".")), Same(type(module))
+    yield ("attribute", f"{prefix}__class__"), Same(type(module))
     yield ("training", name), module.training
     for kind in HOOKS:
-        yield ("hooks", f"{name}.{kind}".lstrip(".")), [Same(hook) for hook in (module.__dict__.get(kind) or {}).values()]
-    for key, value in module.__dict__.items():
+        hooks = held.get(kind)
+        yield ("hooks", prefix + kind), [Same(hook) for hook in hooks.values()] if hooks else _NO_HOOKS
+    for key, value in held.items():
         if key not in _OWN:
-            yield ("attribute", f"{name}.{key}".lstrip(".")), freeze(value)
+            yield ("attribute", prefix + key), freeze(value)
     own: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
     for key, tensor in own.items():
-        where = f"{name}.{key}".lstrip(".")
+        where = prefix + key
         yield ("tensor", where), None if tensor is None else [Same(tensor), Bits(tensor)]
         if tensor is not None:
             yield ("requires_grad", where), tensor.requires_grad
