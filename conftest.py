@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -28,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-cases", action="store_true", help="run all cases of the tests in tests/cases_per_change.txt, not a share of them"
     )
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there by now (libraries, thirteen thousand tests) out of the collections of garbage that tests and steps ask for."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin skips what the profile leaves to the night

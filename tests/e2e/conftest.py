@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +52,25 @@ def tokens_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def w4a16() -> dict[str, Any]:
     """The recipe of the main job."""
     return {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
+
+
+@pytest.fixture(scope="session")
+def kill_server(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Callable[[dict[str, Any]], dict[str, Any]]]:
+    """Sends one request to the process of kill_server.py, the one of all tests: to import torch takes as long as ten runs."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo_root), "TOKENIZERS_PARALLELISM": "false"}
+    log = tmp_path_factory.mktemp("kill-server") / "log"
+    command = [sys.executable, str(Path(__file__).with_name("kill_server.py"))]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+    ):
+
+        def ask(request: dict[str, Any]) -> dict[str, Any]:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+            assert line, log.read_text(encoding="utf-8")[-3000:]
+            return dict(json.loads(line))
+
+        yield ask

@@ -10,6 +10,7 @@ seconds that importing torch takes.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import pathlib
@@ -169,6 +170,7 @@ def main() -> None:
         if request.pop("warm", False):  # in this process, so that every child finds its imports done
             request.pop("kill", None)
             warm(request)
+            gc.freeze()  # or every child's first collection writes to each object, and so copies all of this process
             reply: dict[str, Any] = {}
         else:
             reply = serve(request)

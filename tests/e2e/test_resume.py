@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +64,8 @@ def digest(folder: Path) -> dict[str, str]:
 class Killer:
     """Sends runs to the process of kill_server.py, each into a folder of its own."""
 
-    def __init__(self, folder: Path, repo: Path) -> None:
-        self.folder, self.inputs = folder, _inputs(folder)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo), "TOKENIZERS_PARALLELISM": "false"}
-        self.log = (folder / "log").open("w+")
-        script = Path(__file__).with_name("kill_server.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment
-        )
+    def __init__(self, folder: Path, send: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.folder, self.inputs, self.send = folder, _inputs(folder), send
         self.references: dict[str, tuple[dict[str, str], list[str], list[str], float]] = {}
         self.count = 0
         self.ask(CASES["mixed"], self.new_folder(), warm=True)
@@ -79,12 +73,7 @@ class Killer:
     def ask(self, case: dict[str, Any], folder: Path, **request: Any) -> dict[str, Any]:
         case = case | ({"model": str(self.folder / case["model"])} if "model" in case else {})
         content = {**self.inputs, **case, "output_dir": str(folder / "out"), **({} if "warm" in request else {"kill": None}), **request}
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps(content) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, (self.folder / "log").read_text()[-3000:]
-        return dict(json.loads(line))
+        return self.send(content)
 
     def new_folder(self) -> Path:
         self.count += 1
@@ -133,15 +122,8 @@ def _inputs(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def killer(tmp_path_factory: pytest.TempPathFactory, repo_root: Path) -> Iterator[Killer]:
-    made = Killer(tmp_path_factory.mktemp("resume"), repo_root)
-    yield made
-    assert made.process.stdin is not None
-    made.process.stdin.close()
-    made.process.wait(timeout=600)
-    assert made.process.stdout is not None
-    made.process.stdout.close()
-    made.log.close()
+def killer(tmp_path_factory: pytest.TempPathFactory, kill_server: Callable[[dict[str, Any]], dict[str, Any]]) -> Killer:
+    return Killer(tmp_path_factory.mktemp("resume"), kill_server)
 
 
 def moments(events: list[str]) -> list[tuple[int, str]]:
@@ -169,9 +151,9 @@ def test_killed_at_every_kind_of_write(killer: Killer) -> None:
     events = killer.reference("mixed")[2]
     kinds = {event.split()[0] for event in events}
     assert kinds >= {"mkdir", "write", "fsync", "ftruncate", "replace", "rename", "unlink", "rmdir", "serialize_file", "write_bytes"}
-    inside = [moment for moment in moments(events) if moment[1] == "middle"][::2]  # at night all of them, and in all settings
-    between = [moment for moment in moments(events) if moment[1] != "middle"][::30]
-    assert len(inside) + len(between) >= 12
+    inside = [moment for moment in moments(events) if moment[1] == "middle"][::3]  # at night all of them, and in all settings
+    between = [moment for moment in moments(events) if moment[1] != "middle"][::45]
+    assert len(inside) + len(between) >= 8
     resumed = kill_and_resume(killer, "mixed", inside + between)
     assert resumed == {None, *(f"resumed after stage {number} of 3" for number in (1, 2, 3))}
 

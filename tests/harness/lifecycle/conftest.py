@@ -1,15 +1,18 @@
-"""Contracts of lifecycles call the garbage collector, which need not walk over thirteen thousand tests each time."""
+"""What a change looks at of modifiers that are right."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
+from harness.lifecycle.checks.registry import CHECKS
+from harness.plugin.options import setting
 
-@pytest.fixture(scope="module", autouse=True)
-def tests_left_out_of_collections() -> Iterator[None]:
-    gc.freeze()
-    yield
-    gc.unfreeze()
+_DEAR = {"nothing_left", "state_machine", "hooks_watch", "new_process"}
+
+
+@pytest.fixture
+def checks_of_right_ones(request: pytest.FixtureRequest) -> list[str] | None:
+    """All checks at night; for a change those that take milliseconds, as the dear ones are run over a well-behaved modifier anyway."""
+    if request.config.getoption("--all-cases") or setting(request.config, "profile") in ("nightly", "release"):
+        return None
+    return [name for name in CHECKS if name.removeprefix("lifecycle.") not in _DEAR]

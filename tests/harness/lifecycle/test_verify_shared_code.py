@@ -205,8 +205,8 @@ def test_code_that_all_llamas_share_is_looked_at_and_put_back(modifier: type[Mod
 
 
 @pytest.mark.parametrize("modifier", [Halves, Static])
-def test_right_ones_pass(modifier: type[Modifier]) -> None:
-    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1))
+def test_right_ones_pass(modifier: type[Modifier], checks_of_right_ones: list[str] | None) -> None:
+    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=checks_of_right_ones)
     assert report.passed, report.to_text()
 
 

@@ -25,8 +25,8 @@ MODIFIERS = {
 
 
 @pytest.mark.parametrize("modifier", MODIFIERS.values(), ids=MODIFIERS.keys())
-def test_modifiers_of_a_training_keep_the_contract(modifier: Modifier) -> None:
-    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), profile="change")
+def test_modifiers_of_a_training_keep_the_contract(modifier: Modifier, checks_of_right_ones: list[str] | None) -> None:
+    report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), profile="change", checks=checks_of_right_ones)
     assert report.passed, report.to_text()
     skipped = {record.name for record in report.records if record.outcome is Outcome.SKIP}
     # It has no hooks, no recipe names its class there, and pruning what is pruned changes nothing.
