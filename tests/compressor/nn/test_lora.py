@@ -67,6 +67,7 @@ def test_adapters_learn_and_codes_stay(scheme: str, tmp_path: Path) -> None:
     assert torch.equal(again(IDS).logits, logits) and not torch.equal(base(IDS).logits, logits)
 
 
+@pytest.mark.nightly
 def test_the_trainer_replays_steps_of_adapters_to_the_bit() -> None:
     ends = []
     for mode in ("eager", "replay"):

@@ -54,6 +54,7 @@ def zeros(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: module.weight == 0 for name, module in trainer.step.model.named_modules() if isinstance(module, nn.Linear)}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "pruner"),
     [*(("mlp", pruner) for pruner in PRUNERS), ("llama", "linear"), ("llama", "2:4"), ("llama", GLOBAL)],

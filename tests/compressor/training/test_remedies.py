@@ -78,6 +78,7 @@ def _teacher() -> tuple[nn.Module, nn.Module, Any]:
     return student, teacher, loss_fn
 
 
+@pytest.mark.nightly
 def test_a_mean_teacher_becomes_part_of_the_model(batches):
     student, _, loss_fn = _teacher()
     code = _code(TrainStep(student, loss_fn, torch.optim.AdamW(student.parameters())), EscapedTensorError, batches)
@@ -111,6 +112,7 @@ def _gan() -> dict[str, Any]:
     }
 
 
+@pytest.mark.nightly
 def test_the_two_optimizers_of_a_gan_become_two_steps(batches):
     given = _gan()
 

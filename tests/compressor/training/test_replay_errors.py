@@ -352,6 +352,7 @@ def test_a_skipped_op_is_found_because_storages_are_spoiled_first(new_trainer, c
         trainer.train_step(cases["mlp"].batch_at(3))
 
 
+@pytest.mark.nightly
 def test_every_op_of_a_step_is_missed_when_it_is_left_out(new_trainer, cases):
     trainer = new_trainer(cases["mlp"], "replay")
     for number in range(5):

@@ -26,6 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_every_model_is_made_and_scored_on_all_sequences(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["--model", str(folder), "--steps", "5", "--batch-size", "2", "--learning-rate", "0.01", "--json", str(tmp_path / "r")])
     result = json.loads((tmp_path / "r").read_text())

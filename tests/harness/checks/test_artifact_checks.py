@@ -156,6 +156,7 @@ def exchanged(found):
         found[f"{UP}.{last}"], found[f"{TWIN}.{last}"] = found[f"{TWIN}.{last}"], found[f"{UP}.{last}"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("plant", "said"),
     [

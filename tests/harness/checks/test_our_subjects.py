@@ -49,6 +49,7 @@ THEIRS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("args", "reasons"), THEIRS, ids=["int4", "int8", "fp8", "int8-asym"])
 def test_theirs_passes_but_for_what_is_listed(args: TheirArgs, reasons: dict[str, str]) -> None:
     report = harness.check(args, draws=False, expected_failures=reasons)

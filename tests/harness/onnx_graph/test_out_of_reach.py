@@ -125,6 +125,7 @@ def test_a_program_out_of_reach_is_named_and_is_no_pass(case: str, capfd: pytest
     assert "not every call is known" in printed.err and "did not run the hook" in printed.err
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("_place")
 @pytest.mark.parametrize(
     ("skip", "code"),

@@ -122,6 +122,7 @@ def test_the_command_exports_a_compressed_checkpoint(llama: LlamaForCausalLM, tm
     assert onnx.load(tmp_path / "q.onnx").opset_import[0].version == 21
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:transformers .* will not load these experts")
 @pytest.mark.parametrize(
     ("scheme", "exporter"),

@@ -85,6 +85,7 @@ def _run(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProce
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.nightly
 def test_every_fixture_and_marker_in_a_foreign_project(site: Path, tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers --strict-config\nharness_cache_dir = .left_over\n")
     (tmp_path / "test_theirs.py").write_text(TESTS)
