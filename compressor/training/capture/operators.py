@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from compressor.training.capture.operands import operands
 from compressor.training.step.collectives import COLLECTIVE_WRITES
 
 
@@ -175,5 +175,5 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     found: list[Tensor] = []
     for argument in func._schema.arguments:
         if (argument.alias_info is not None and argument.alias_info.is_write) or argument.name in hidden:
-            found += [leaf for leaf in tree_leaves(values[argument.name]) if isinstance(leaf, Tensor)]
+            found += [leaf for leaf in operands(values[argument.name]) if isinstance(leaf, Tensor)]
     return found

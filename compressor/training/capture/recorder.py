@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from compressor.errors import DynamicShapeError, EscapedTensorError, HostReadError, ReplayError, UntrackedRandomnessError
+from compressor.training.capture.operands import operands, with_operands
 from compressor.training.capture.operators import ALLOCATIONS, Extent, Kind, Record, spell_place, written_arguments
 from compressor.training.capture.storages import Lasting, Storages
 from compressor.training.remedies import for_batch_norm, for_other_models
@@ -269,7 +270,7 @@ class Recorder(TorchDispatchMode):
         """Run one operator and write it down, or refuse it."""
         module = self._where(self.phase == "backward")
         place = spell_place(len(self.ops), self.phase, module, func)
-        given, spec = tree_flatten((args, kwargs))
+        given = operands((args, kwargs))
         refuse_collective(func, given, self._groups, place)
         self._refuse(func, given, place)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
@@ -278,16 +279,16 @@ class Recorder(TorchDispatchMode):
         if func._schema.name == "aten::lift_fresh":
             return self._constant(func, args[0], module)
         known = {leaf.untyped_storage()._cdata for leaf in given if isinstance(leaf, Tensor)}
-        operands = ", ".join(self._spell(leaf) for leaf in given)
+        read = ", ".join(self._spell(leaf) for leaf in given)
         self._check_writes(func, args, kwargs, place)
         result = self._returned = func(*args, **kwargs)
         if seeded and self._watches_rng:
             self._rng = rng_digest()
         outs = self._outputs(func, wait_for(result) if is_collective(func) else result, place)
         fresh = [out.untyped_storage()._cdata not in known for out in outs]
-        line = f"{self.phase:<9} {func}({operands}) -> {', '.join(self._spell(out, made=True) for out in outs)}"
-        given_args, given_kwargs = tree_unflatten(
-            [self.alias(leaf) if isinstance(leaf, Tensor) else without_group(leaf) for leaf in given], spec
+        line = f"{self.phase:<9} {func}({read}) -> {', '.join(self._spell(out, made=True) for out in outs)}"
+        given_args, given_kwargs = with_operands(
+            (args, kwargs), lambda one: self.alias(one) if isinstance(one, Tensor) else without_group(one)
         )
         out_aliases, kind, grad_mode = [self.alias(out) for out in outs], _kind(func, outs, fresh), torch.is_grad_enabled()
         record = Record(

@@ -22,9 +22,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from compressor.errors import ReplayError
+from compressor.training.capture.operands import operands
 from compressor.training.capture.operators import Record
 from compressor.training.capture.protocol import Captured
 from compressor.training.capture.recorder import Recorder
@@ -213,7 +213,7 @@ class CudaGraph:
         self._graph, self._stream = graph, stream
         self.ops: list[Record] = recorder.ops
         self.loss = loss
-        leaves = (leaf for op in self.ops for leaf in tree_leaves((op.args, op.kwargs)))
+        leaves = (leaf for op in self.ops for leaf in operands((op.args, op.kwargs)))
         self.generators = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Generator)}.values())
         storages = recorder.storages
         on_device = (device.type == "cuda" for device in storages.devices)

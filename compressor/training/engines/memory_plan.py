@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
+from compressor.training.capture.operands import operands
 from compressor.training.capture.operators import IDLE, Extent, Record
 
 # Memory that the tapes of one engine take turns in: of several plans one replays at a time, and nothing in it outlasts a step.
@@ -160,4 +160,4 @@ def _best_gap(offsets: Any, widths: Any, size: int, unit: int) -> int:
 
 
 def _operands(record: Record) -> list[Any]:
-    return [*tree_leaves((record.args, record.kwargs)), *record.outs]
+    return [*operands((record.args, record.kwargs)), *record.outs]

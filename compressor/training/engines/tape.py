@@ -13,8 +13,8 @@ from dataclasses import fields
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from compressor.training.capture.operands import operands, with_operands
 from compressor.training.capture.operators import Extent, Kind, Op, Record
 from compressor.training.capture.storages import Storages
 from compressor.training.engines.memory_plan import Arena, lay_out
@@ -57,7 +57,7 @@ class Tape:
         self.loss = loss if isinstance(loss, Tensor) else self._tensor(loss, places)
         if isinstance(loss, Extent):
             self.loss.copy_(value)
-        leaves = [leaf for op in self.ops for leaf in tree_leaves((op.args, op.kwargs))]
+        leaves = [leaf for op in self.ops for leaf in operands((op.args, op.kwargs))]
         self.generators = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Generator)}.values())
         self._runs: list[Callable[[], object] | None] = []
         self._program: list[Callable[[], object]] = []
@@ -122,7 +122,9 @@ class Tape:
 
     def _bind(self, record: Record, places: Sequence[torch.UntypedStorage]) -> Op:
         """Put an operator on the tape's memory."""
-        args, kwargs, outs = tree_map_only(Extent, lambda extent: self._tensor(extent, places), (record.args, record.kwargs, record.outs))
+        args, kwargs, outs = with_operands(
+            (record.args, record.kwargs, record.outs), lambda one: self._tensor(one, places) if isinstance(one, Extent) else one
+        )
         op = Op(**{field.name: getattr(record, field.name) for field in fields(Record)} | {"args": args, "kwargs": kwargs, "outs": outs})
         link(op)
         return op
