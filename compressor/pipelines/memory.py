@@ -81,6 +81,13 @@ def return_large_blocks() -> bool:
     return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _BLOCK_BYTES))
 
 
+def return_freed_pages() -> None:
+    """Give the system what was freed within the heap: between blocks that live on, whole pages of it stay otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
 # When memory runs out: in which stage, at what, what the stage holds, and what can be done about it.
 
 Work = Literal["traced", "calibrated", "compressed", "propagated"]

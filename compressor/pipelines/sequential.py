@@ -21,7 +21,7 @@ from compressor.model.folder import some
 from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, note_proof, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
 from compressor.pipelines.journal import NullJournal, StageJournal
-from compressor.pipelines.memory import memory_explained
+from compressor.pipelines.memory import memory_explained, return_freed_pages
 from compressor.pipelines.offload.activation_store import open_store
 from compressor.pipelines.offload.onload import WeightsByStretch, weights_by_stretch
 from compressor.pipelines.settings import SequentialSettings
@@ -256,6 +256,7 @@ def _run_stage(
         run.give_back(_changed_by_modifiers(session.state, names))
     # The last sample to run may have been a twin.
     session.state.base_stream = False
+    return_freed_pages()
     with memory_explained(model, stage.name, "compressed", names):
         if is_finished:
             journal.restore_stage(session)
@@ -263,6 +264,7 @@ def _run_stage(
             session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             check_alike(session.state, names)
             journal.finish_stage(session)
+    return_freed_pages()
     if propagate_error:
         with memory_explained(model, stage.name, "propagated", names), _compressed_explained(session.state, names), ExitStack() as weights:
             for name in stage.module_names:
@@ -272,6 +274,7 @@ def _run_stage(
                     weights.enter_context(module.materialize())
             # Asked again, because a modifier may have hooked other modules while it compressed these.
             stage.propagate(only_first=is_last and not _watched_elsewhere(session, names))
+    return_freed_pages()
     if not is_finished:
         monitor, errors = session.state.monitor, session.state.report.errors(names)
         bar.note(monitor.end_stage(stage.index + 1, num_stages, stage.name, errors, bar.num_tokens))

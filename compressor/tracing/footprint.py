@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compressor.data.layouts import dense_parts, has_memory
 from compressor.errors import TracingError
 from compressor.numerics.checksum import checksum
+from compressor.pages import let_go
 from compressor.random_state import GENERATORS, generator_state, same_state, set_generator_state
 from compressor.tracing.containers import CONTAINERS, RAW, content, fill, holds, slots_of
 from compressor.tracing.targets.sample_state import TorchState
@@ -143,6 +144,7 @@ class KeptTensor:
         """Keep the bytes, unless they are kept."""
         if self.copies is None:
             self.copies = [span.clone() for span in self.spans]
+            let_go(self.spans)  # weights that are mapped from a file: reading them all must not make them all stay
 
     def put_back(self) -> bool:
         """Put memory and bytes back. Changes the tensor.
@@ -157,6 +159,7 @@ class KeptTensor:
             if not torch.equal(span, kept):
                 span.copy_(kept)
                 changed = True
+            let_go([span])
         return changed
 
     def unmark(self) -> bool:

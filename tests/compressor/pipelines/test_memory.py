@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import GPTQModifier, oneshot
-from compressor.pipelines.memory import return_large_blocks
+from compressor.pipelines.memory import return_freed_pages, return_large_blocks
 from compressor.pipelines.offload.activation_store import ActivationStore
+from compressor.tracing import trace
 
 # Blocks of 2 MB, each with a small one behind it that lives on: without a fixed size the heap keeps them all.
 _CHURN = """
@@ -40,6 +46,41 @@ def test_freed_blocks_leave_the_process(monkeypatch: pytest.MonkeyPatch) -> None
         return int(done.stdout)
 
     assert resident("plain") - resident("fixed") > 64 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
+def test_what_was_freed_between_blocks_that_live_on_leaves_the_process() -> None:
+    blocks = [torch.ones(size // 4) for _ in range(400) for size in (100_000, 10_000)]
+    del blocks[::2]
+    before = _resident_bytes()
+    return_freed_pages()
+    assert before - _resident_bytes() > 30_000_000
+    assert all(bool(block.all()) for block in blocks)
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the system tells no pages apart")
+def test_planning_leaves_no_mapped_weights_in_memory(tmp_path: Path) -> None:
+    """The model is copied before it is run, and compared with the copy afterwards: both read all of it."""
+    model = nn.Sequential(nn.Linear(1024, 1024, False), nn.Linear(1024, 1024, False)).eval()
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    with safe_open(tmp_path / "weights.safetensors", "pt") as weights:
+        for place, layer in enumerate(model):
+            layer.weight = nn.Parameter(weights.get_tensor(f"{place}.weight"))
+    trace(model, [{"input": torch.ones(1, 1024)}], targets=["0"])
+    assert _mapped_bytes("weights.safetensors") < 1_000_000
+    assert all(bool(layer.weight.isfinite().all()) for layer in model) and _mapped_bytes("weights.safetensors") > 8_000_000
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+
+
+def _mapped_bytes(file: str) -> int:
+    """What of a file is resident in this process."""
+    lines = Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines()
+    places = [number for number, line in enumerate(lines) if line.endswith(file)]
+    rss = [next(line for line in lines[place:] if line.startswith("Rss:")) for place in places]
+    return sum(int(line.split()[1]) * 1024 for line in rss)
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
