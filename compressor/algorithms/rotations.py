@@ -1,7 +1,7 @@
 """Orthogonal matrices by which hidden states are turned, so that no channel stands out: Hadamard matrices of the sizes that models have.
 
-A Hadamard matrix of order n is a Kronecker product of small ones, each multiplied along its own axis: n log n in place of n^2. Orders that
-are no power of two are built from quadratic residues (Paley, "On orthogonal matrices", 1933), 12 for 768 and 172 no less than 20.
+A Hadamard matrix of order n is a Kronecker product of two smaller ones, each multiplied along its own axis: n sqrt(n) in place of n^2. Orders
+that are no power of two are built from quadratic residues (Paley, "On orthogonal matrices", 1933), 12 for 768 and 172 no less than 20.
 
 Shapes: N rows, D channels, B channels of a block.
 """
@@ -20,7 +20,6 @@ from compressor.errors import NumericsError
 
 RotationKind = Literal["hadamard", "random-hadamard", "random-matrix"]
 KINDS: tuple[str, ...] = get_args(RotationKind)
-_LARGEST_FACTOR = 64  # rows of a factor that is a power of two: one multiplication in place of six additions
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,8 @@ class Rotation:
     """An orthogonal matrix Q [B, B], applied to runs of B channels.
 
     Attributes:
-        factors: float64 matrices, whose Kronecker product is U sqrt(norm), U [B, B] orthogonal. Those of a Hadamard matrix hold +1 and -1,
-            so that sums of few bits are exact, and so are halves between two of them.
+        factors: one or two float64 matrices, whose Kronecker product is U sqrt(norm), U [B, B] orthogonal. Those of a Hadamard matrix hold
+            +1 and -1, so that sums of few bits are exact, and so are halves between two of them.
         norm: B of a Hadamard matrix, else 1.
         signs_B: of +1 and -1, or None. Q = diag(signs) U, or, where it is mirrored, U diag(signs) U^T.
         is_mirrored: see signs_B. With a first column of U that is constant and a first sign of +1, Q keeps the mean of a row.
@@ -69,19 +68,20 @@ class Rotation:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Rotation:
         """Return the same rotation with its factors elsewhere, or in another dtype; bits of products depend on how they lie."""
+        *outer, last_FF = self.factors
+        factors = (*outer, last_FF / math.sqrt(self.norm))  # saves a walk over all rows
         signs_B = None if self.signs_B is None else self.signs_B.to(device, dtype)
-        return replace(self, factors=tuple(factor.to(device, dtype).contiguous() for factor in self.factors), signs_B=signs_B)
+        return replace(self, factors=tuple(factor.to(device, dtype).contiguous() for factor in factors), norm=1, signs_B=signs_B)
 
     def matrix(self) -> Tensor:
         """Return Q [B, B] in float64."""
         return self.turn(torch.eye(self.size, dtype=torch.float64))
 
     def _by_factors(self, x_NB: Tensor, *, transposed: bool) -> Tensor:
-        for factor in self.factors:  # each takes the first axis to the end, so that all stand in their order again after the last
-            f = len(factor)
-            factor_FF = (factor.T if transposed else factor).to(x_NB)
-            x_NB = x_NB.reshape(-1, f, self.size // f).transpose(1, 2).reshape(-1, f) @ factor_FF
-        x_NB = x_NB.reshape(-1, self.size)
+        *outer, last_FF = ((factor.T if transposed else factor).to(x_NB) for factor in self.factors)
+        x_NB = (x_NB.reshape(-1, len(last_FF)) @ last_FF).reshape(-1, self.size)
+        for outer_FF in outer:  # along the rows of [F, B / F], which then need not be copied into columns
+            x_NB = (outer_FF.T @ x_NB.reshape(-1, len(outer_FF), len(last_FF))).reshape(-1, self.size)
         return x_NB if self.norm == 1 else x_NB / math.sqrt(self.norm)
 
 
@@ -162,12 +162,9 @@ def _hadamard_factors(size: int) -> list[Tensor]:
             "choose a transform_block_size that divides it, such as a power of two, or transform_type: random-matrix"
         )
     doublings = (size // order).bit_length() - 1
-    factors = []
-    while doublings:
-        step = min(doublings, _LARGEST_FACTOR.bit_length() - 1)
-        factors.append(_sylvester(step))
-        doublings -= step
-    return [*factors, *([_core(order)] if order > 1 or not factors else [])]
+    outer = min(range(doublings + 1), key=lambda step: 2**step + (size >> step))  # equal sizes cost least
+    last = _kronecker([_sylvester(doublings - outer), _core(order)])
+    return [_sylvester(outer), last] if outer else [last]
 
 
 def _core_order(size: int) -> int | None:
@@ -188,7 +185,7 @@ def _is_prime(number: int) -> bool:
 
 def _sylvester(doublings: int) -> Tensor:
     two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
-    return _kronecker([two] * doublings)
+    return _kronecker([torch.ones(1, 1, dtype=torch.float64)] + [two] * doublings)
 
 
 def _kronecker(matrices: Sequence[Tensor]) -> Tensor:
