@@ -1,7 +1,7 @@
 """Orthogonal matrices by which hidden states are turned, so that no channel stands out: Hadamard matrices of the sizes that models have.
 
-A Hadamard matrix of order n is a Kronecker product of two smaller ones, each multiplied along its own axis: n sqrt(n) in place of n^2. Orders
-that are no power of two are built from quadratic residues (Paley, "On orthogonal matrices", 1933), 12 for 768 and 172 no less than 20.
+A Hadamard matrix of order n is a Kronecker product of two smaller ones, each multiplied along its own axis: n sqrt(n) in place of n^2.
+Orders that are no power of two are built from quadratic residues (Paley, "On orthogonal matrices", 1933), 12 for 768, 172 no less than 20.
 
 Shapes: N rows, D channels, B channels of a block.
 """
