@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from compressor.algorithms.autoround import LearnedRounding
 from compressor.algorithms.clipping import search_clipping
 from compressor.algorithms.pruning.magnitude import Blocks, Pattern, pruned_weights
 from compressor.algorithms.pruning.reap import ExpertSaliency, kept_experts
@@ -19,7 +20,7 @@ from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
 from compressor.algorithms.pruning.wanda import layer_sparsities, outlier_share, prune_wanda, scores
 from compressor.algorithms.rotations import make_rotation
 from compressor.algorithms.smoothing import equalizing_scales, search_awq, smooth_scales
-from compressor.numerics import QuantizationArgs
+from compressor.numerics import QuantizationArgs, weight_qparams
 from harness.tolerance import T1, T3, Tier
 from tests.reference_model.layer_cases import Result
 from tests.reference_model.modifier_cases import equalized, kept_zeros
@@ -28,6 +29,8 @@ Inputs = Mapping[str, Tensor]
 _NUM_EXPERTS, _NUM_TOKENS = 8, 24
 _INT4 = QuantizationArgs(num_bits=4, group_size=64)
 _INT4_ASYM = QuantizationArgs(num_bits=4, group_size=32, symmetric=False)
+_FP8_BLOCKS = QuantizationArgs(type="float", num_bits=8, strategy="block", block_structure=(20, 80))  # the last ones are not full
+_NVFP4 = QuantizationArgs(type="float", num_bits=4, strategy="tensor_group", group_size=16)
 _CLOSE = T3(max_relative_error=1e-4)
 _RANGES = ("kept symmetric", "kept asymmetric")
 REASON = "sums, powers and roots in the machine's own order; what is decided by them is the same on one platform"
@@ -103,6 +106,20 @@ def _clipping(inputs: Inputs) -> Result:
     return Result(tensors, inputs, {name: _CLOSE for name in tensors if name.startswith("error")}, reason=REASON)
 
 
+def _learned(inputs: Inputs, args: QuantizationArgs) -> Result:
+    """Eight steps against gradients that are the distance from a shifted weight, so that each sign is the same on every machine."""
+    weight_RC = inputs["weight"].float()
+    wanted_RC = weight_RC.roll(1, 1) * 0.25 + weight_RC * 0.75
+    global_scale = weight_qparams(weight_RC, args, "weight").global_scale
+    rounding = LearnedRounding(weight_RC, args, global_scale, learn_range=True)
+    for step in range(8):
+        rounding.step(rounding.values() - wanted_RC, 0.125 * (1 - step / 8), 1 / 64)
+    qparams = rounding.qparams()
+    offsets, low, high = rounding.state()
+    tensors = {"codes": rounding.codes().float(), "scale": qparams.scale, "offsets": offsets, "low": low, "high": high}
+    return Result(tensors, inputs, {"scale": T1(4)}, reason=REASON)
+
+
 def _reap(inputs: Inputs) -> Result:
     saliency = ExpertSaliency(_NUM_EXPERTS)
     for expert, (outputs_NC, weights_N) in enumerate(_expert_tokens(inputs)):
@@ -170,6 +187,9 @@ ALGORITHMS: Mapping[str, Callable[[Inputs], Result]] = {
     "logarithmic equalization of a model": equalized,
     "AWQ": _awq,
     "AWQ ranges": _clipping,
+    "AutoRound": lambda inputs: _learned(inputs, _INT4_ASYM),
+    "AutoRound in blocks of fp8": lambda inputs: _learned(inputs, _FP8_BLOCKS),
+    "AutoRound of NVFP4": lambda inputs: _learned(inputs, _NVFP4),
     "REAP": _reap,
     "REAP refit": _refit,
     "rotations": _rotations,

@@ -11,6 +11,7 @@ from harness.goldens.golden import Golden, GoldenMismatch, GoldenSettings
 from harness.mutants.code_swap import CodeMutant, bug
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
+from tests.mutation.numerics.autoround import AUTOROUND_MUTANTS
 from tests.reference_model.algorithm_cases import ALGORITHMS, elsewhere
 from tests.reference_model.model_cases import SOLVER_INPUTS
 
@@ -447,4 +448,4 @@ def _look(name: str) -> str | None:
     return None
 
 
-FAMILY = Family("algorithms", {mutant.name: mutant for mutant in BUGS}, _killers)
+FAMILY = Family("algorithms", {mutant.name: mutant for mutant in (*BUGS, *AUTOROUND_MUTANTS)}, _killers)

@@ -1,0 +1,34 @@
+"""Planted bugs in learned rounding, against its goldens."""
+
+from __future__ import annotations
+
+from harness.mutants.code_swap import bug
+from harness.mutants.patches import Edit, Mutant
+
+_LEARNED = "compressor.algorithms.autoround:LearnedRounding."
+_WHOLE = "compressor.algorithms.autoround:_whole_scale"
+_GOLDEN = "golden AutoRound"
+
+AUTOROUND_MUTANTS: tuple[Mutant, ...] = (
+    bug("against_the_gradient", "AutoRound", "offsets go with the gradient, not against it", _GOLDEN,
+        Edit(_LEARNED + "step", "_offset_RGS.sub_(", "_offset_RGS.add_(")),
+    bug("size_of_the_gradient", "AutoRound", "offsets take the gradient itself, not its sign", _GOLDEN,
+        Edit(_LEARNED + "step", "gradient_RGS.sign().mul_(inside_RGS)", "gradient_RGS.mul(inside_RGS)")),
+    bug("past_the_neighbours", "AutoRound", "offsets may reach over a whole step", _GOLDEN,
+        Edit(_LEARNED + "step", ".clamp_(-0.5, 0.5)", ".clamp_(-1.0, 1.0)")),
+    bug("ranges_stay", "AutoRound", "the upper end of a range does not move", _GOLDEN,
+        Edit(_LEARNED + "step", "range_rate * high_RG.sign()", "0 * high_RG.sign()")),
+    bug("ranges_without_an_end", "AutoRound", "a range may vanish", _GOLDEN,
+        Edit(_LEARNED + "step", "self._low_RG.sub_(range_rate * low_RG.sign()).clamp_(_NARROWEST, 1.0)",
+             "self._low_RG.sub_(32 * range_rate * low_RG.sign()).clamp_(0.01, 1.0)")),
+    bug("zero_point_without_gradient", "AutoRound", "the zero point hands nothing on to the range", _GOLDEN,
+        Edit(_LEARNED + "_range_gradients", "by_zero = -(gradient * ~inside).sum(-1) * scale", "by_zero = 0 * scale")),
+    bug("cut_off_is_inside", "AutoRound", "a weight that is cut off moves its offset", _GOLDEN,
+        Edit(_LEARNED + "_codes", "codes == rounded", "codes == codes")),
+    bug("steps_all_alike", "AutoRound", "neighbours of fp8 are a step of one apart everywhere", f"{_GOLDEN} in blocks of fp8",
+        Edit(_LEARNED + "_codes", "steps = local_steps(rounded, self._args.type, self._args.num_bits)", "steps = 1.0")),
+    bug("blocks_in_another_order", "AutoRound", "rows of blocks are put back from the last to the first", f"{_GOLDEN} in blocks of fp8",
+        Edit(_LEARNED + "_ungrouped", "block_structure).transpose(1, 2)", "block_structure).transpose(1, 2).flip(0)")),
+    bug("without_its_global_scale", "AutoRound", "weights are divided by group scales alone", f"{_GOLDEN} of NVFP4",
+        Edit(_WHOLE, "if qparams.global_scale is None", "if True")),
+)  # fmt: skip
