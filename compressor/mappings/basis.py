@@ -76,6 +76,7 @@ def find_basis(model: nn.Module, batch: Batch, device: torch.device, *, progress
     Raises:
         TargetError: there is none, or it cannot be turned; the message says what is in the way.
         TracingError: the forward fails, or gives other bits when it is run again.
+        NumericsError: it gives NaN.
     """
     with untied_heads(model) as tied:
         prober = Prober(model, batch_to(excerpt(batch, 0), device))

@@ -39,6 +39,7 @@ def find_inner(model: nn.Module, batch: Batch, device: torch.device, *, progress
     Raises:
         TargetError: there are none that have a weight of their own.
         TracingError: the forward fails, or gives other bits when it is run again.
+        NumericsError: it gives NaN.
     """
     prober = Prober(model, batch_to(excerpt(batch, 0), device))
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compressor.data.collate import Batch, batch_to, call_model
-from compressor.errors import TracingError
+from compressor.errors import NumericsError, TracingError
 from compressor.mappings.alone import close, double, doubled_arguments, input_of, output_of, outputs_of
 from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, scale_reader, scale_source
 from compressor.model.evaluation import evaluation_mode
@@ -58,6 +58,7 @@ def find_pairs(
 
     Raises:
         TracingError: the forward fails, or gives other bits when it is run again.
+        NumericsError: it gives NaN.
     """
     prober = Prober(model, batch_to(excerpt(batch, 0), device))
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
@@ -148,13 +149,17 @@ class Prober:
         self._scalable: dict[Any, float | str] = {}
 
     def run_plainly(self) -> None:
-        """Note what every layer is handed, and what the model gives."""
+        """Note what every layer is handed, and what the model gives; see `find_pairs` for the errors."""
         self.outputs = self.forward(self._noting())
         again = self.forward({})
+        if any(bool(one.isnan().any()) for one in self.outputs):
+            spoilt = [name for name, seen in self.inputs.items() if not all(bool(one.isfinite().all()) for one in seen)]
+            first = f", and {spoilt[0]} is the first that is handed NaN or infinity" if spoilt else ""
+            raise NumericsError(f"mappings: the model gives NaN{first}; check the model in its own dtype on this data")
         if len(again) != len(self.outputs) or not all(map(torch.equal, again, self.outputs)):
             raise TracingError(
-                "mappings: the forward gives other bits when it is run again (or NaN), so nothing can be proved on it; switch off what "
-                "draws random numbers, and check the model on this data"
+                "mappings: the forward gives other bits when it is run again, so nothing can be proved on it; switch off what draws random "
+                "numbers"
             )
         self.sources = [name for name in self.inputs if name in self.widths]
 

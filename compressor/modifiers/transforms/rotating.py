@@ -195,8 +195,10 @@ class RotatingModifier(Modifier):
             after: outputs of the model as it is.
 
         Raises:
-            NumericsError: they differ by more than rounding.
+            NumericsError: they differ by more than rounding, or hold NaN or infinity before.
         """
+        if not bool(before.isfinite().all()):
+            raise NumericsError(f"{self.label}: the model gives NaN or infinity as it is; check it in its own dtype on this data")
         difference = float((after - before).square().mean().sqrt() / before.square().mean().sqrt().clamp_min(1e-30))
         dtype = next(state.model.parameters()).dtype
         if not difference <= _MOST.get(dtype, _MOST_NARROW):

@@ -12,12 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from compressor import oneshot
 from compressor.algorithms.smoothing import equalizing_scales, search_awq, smooth_scales
-from compressor.errors import CalibrationError, CompressorError, RecipeError, TargetError
+from compressor.errors import CalibrationError, CompressorError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Session, State
 from compressor.modifiers.gptq import GPTQModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.transforms.awq import AWQModifier
+from compressor.modifiers.transforms.quip import QuIPModifier
 from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationModifier, SmoothQuantModifier
+from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.numerics import QuantizationArgs, weight_qparams
 from compressor.numerics.quantize import dequantize, quantize
 
@@ -88,6 +90,19 @@ def test_norms_and_their_readers_take_the_scales(kind: type[SmoothQuantModifier]
         assert torch.allclose(given, before * scales, rtol=1e-5)
     assert torch.allclose(logits(model), logits(plain), atol=1e-5)
     assert "scales of 5 modules were moved" in result.report.notes[0]
+
+
+@pytest.mark.parametrize(("modifier", "said"), [
+    (SmoothQuantModifier, r"mappings: the model gives NaN, and model.layers.1.self_attn.q_proj is the first that is handed NaN"),
+    (AWQModifier, r"mappings: the model gives NaN, and model.layers.1.self_attn.q_proj is the first"),
+    (SpinQuantModifier, r"mappings: the model gives NaN, and model.layers.1.self_attn.q_proj is the first"),
+    (QuIPModifier, r"QuIPModifier\[0\]: the model gives NaN or infinity as it is"),
+])  # fmt: skip
+def test_a_model_that_gives_nan_is_told_so_and_not_that_it_draws_random_numbers(modifier: Any, said: str) -> None:
+    model = llama()
+    model.model.layers[1].input_layernorm.weight.data[3] = torch.nan
+    with pytest.raises(NumericsError, match=said):
+        oneshot(model, recipe=[modifier(), rounding()], dataset=IDS)
 
 
 @pytest.mark.parametrize("modifier", [SmoothQuantModifier, AWQModifier])
