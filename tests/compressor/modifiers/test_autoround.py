@@ -207,9 +207,10 @@ def test_modules_outside_of_blocks_are_blocks_of_their_own_and_quantized_inputs_
     assert details(coarse)["block_loss"] < details(coarse)["block_loss_before"]
 
 
-def test_a_checkpoint_is_read_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["groups", "fp8 blocks", "NVFP4"])
+def test_a_checkpoint_is_read_back(name: str, tmp_path: Path) -> None:
     llama().bfloat16().save_pretrained(tmp_path / "base")
-    result = oneshot(tmp_path / "base", recipe=recipe(iters=4), dataset=TOKENS, output_dir=tmp_path / "out")
+    result = oneshot(tmp_path / "base", recipe=recipe(FORMATS[name], iters=4), dataset=TOKENS, output_dir=tmp_path / "out")
     loaded = load_compressed(tmp_path / "out")
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS[:2]).logits, result.model(TOKENS[:2]).logits)
