@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, Protocol, runtime_checkable
 
+from torch import nn
+
 from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, CompressorError, TracingError
 from compressor.lifecycle import EventType, Session, State
@@ -140,6 +142,7 @@ def _run_stages(
                     quiet=session.hooks_disabled,
                     beside=beside,
                     own=state.own_batches(data),
+                    may_wait=settings.propagate_error,
                 ) as running,
             ):
                 # What planning knows is refused before the first stage; what only the run shows, below.
@@ -247,7 +250,7 @@ def _run_stage(
         stage.skip_calibration()
         bar.skip(stage.num_samples, f"forwards through {stage.name}")
     else:
-        with memory_explained(model, stage.name, "calibrated", names):
+        with memory_explained(model, stage.name, "calibrated", names), _materialized(model, stage.put_off):
             stage.calibrate()
     if not propagate_error:
         with memory_explained(model, stage.name, "propagated", names):
@@ -266,18 +269,28 @@ def _run_stage(
             journal.finish_stage(session)
     return_freed_pages()
     if propagate_error:
-        with memory_explained(model, stage.name, "propagated", names), _compressed_explained(session.state, names), ExitStack() as weights:
-            for name in stage.module_names:
-                module = model.get_submodule(name)
-                # Once for all samples: a layer of packed codes would dequantize its weight in each forward.
-                if isinstance(module, Materializable):
-                    weights.enter_context(module.materialize())
+        with (
+            memory_explained(model, stage.name, "propagated", names),
+            _compressed_explained(session.state, names),
+            _materialized(model, (*stage.put_off, *stage.module_names)),
+        ):
             # Asked again, because a modifier may have hooked other modules while it compressed these.
             stage.propagate(only_first=is_last and not _watched_elsewhere(session, names))
     return_freed_pages()
     if not is_finished:
         monitor, errors = session.state.monitor, session.state.report.errors(names)
         bar.note(monitor.end_stage(stage.index + 1, num_stages, stage.name, errors, bar.num_tokens))
+
+
+@contextmanager
+def _materialized(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Make compressed layers float once for all samples: one of packed codes would dequantize its weight in each forward."""
+    with ExitStack() as weights:
+        for name in names:
+            module = model.get_submodule(name)
+            if isinstance(module, Materializable):
+                weights.enter_context(module.materialize())
+        yield
 
 
 @contextmanager

@@ -29,6 +29,9 @@ _SMALL = 1 << 22  # elements of a tensor made from nothing, up to which its valu
 _INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
 
 _MADE = ("ones_like", "zeros_like", "empty_like", "full_like", "new_ones", "new_zeros", "new_empty", "new_full")
+# Cheap enough to run twice: where less is live ahead of it, a recorded graph keeps that.
+_LIGHT = ("pow", "mean", "rsqrt", "mul", "add", "sub", "div", "_to_copy", "var", "sqrt", "native_layer_norm", "_fused_rms_norm", "view")
+_LIGHT_OPERATIONS = frozenset(getattr(torch.ops.aten, name) for name in _LIGHT)
 FROM_SHAPES = frozenset(getattr(torch.ops.aten, name) for name in _MADE)  # what they give depends on no value of what they are given
 
 
@@ -150,7 +153,8 @@ class Footprint:
         name: dotted name of the target; "" for a stretch between targets.
         own_bytes: live when it begins, different for each sample; what a paused forward holds.
         shared_bytes: live when it begins, equal for all samples of one shape: masks, rotary tables.
-        needed_bytes: the part of own_bytes that is read later on; what a recorded graph keeps.
+        needed_bytes: the part of own_bytes that is read later on, or of what it was before norms, if that was less; what a recorded graph
+            keeps.
         needed_shared_bytes: the part of shared_bytes that is read later on.
         peak_bytes: the most that is in use beyond what was live when it began.
         flops: in matrix products, convolutions and attention.
@@ -225,12 +229,16 @@ class _Ledger(TorchDispatchMode):
         self._stretches = [Footprint("")]
         self._live_at: list[list[_Storage]] = [[]]
         self._began_at = [0]
+        self._ahead: list[tuple[int, list[_Storage]]] = []  # what was live ahead of light operations, and when; until a heavy one comes
+        self._ahead_of: list[list[tuple[int, list[_Storage]]]] = [[]]
         self._base = 0
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._batch = {tensor.untyped_storage()._cdata for tensor in batch.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        is_light = func._overloadpacket in _LIGHT_OPERATIONS
+        self._ahead = [*self._ahead, (self._clock, list(self._in_use.values()))] if is_light else []
         out = run_mixed(func, args, kwargs)
         self._clock += 1
         varies = False
@@ -248,11 +256,13 @@ class _Ledger(TorchDispatchMode):
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Return what attention gives, in the layout of the fused kernels, with its log-sum-exp beside it for a moment."""
-        heads, queries = query.shape[:-2], query.shape[-2]
+        heads, queries, self._ahead = query.shape[:-2], query.shape[-2], []
         self._stretches[-1].flops += 2.0 * query[..., 0, 0].numel() * queries * key.shape[-2] * (query.shape[-1] + value.shape[-1])
         sums = torch.empty(*heads, queries, dtype=torch.float32, device="meta")
         del sums
-        return query.new_empty(*heads[:-1], queries, heads[-1], value.shape[-1]).transpose(-2, -3)
+        made = query.new_empty(*heads[:-1], queries, heads[-1], value.shape[-1])
+        self._in_use[made.untyped_storage()._cdata].varies = True  # its values are not those of an empty tensor
+        return made.transpose(-2, -3)
 
     def entering(self, name: str) -> Callable[..., None]:
         """A pre-hook that begins the stretch of a target."""
@@ -295,11 +305,12 @@ class _Ledger(TorchDispatchMode):
 
     def finish(self) -> list[Footprint]:
         """Say of each stretch what was live when it began, now that it is known what was read later."""
-        for stretch, began, live in zip(self._stretches, self._began_at, self._live_at, strict=True):
+        for stretch, began, live, ahead in zip(self._stretches, self._began_at, self._live_at, self._ahead_of, strict=True):
             stretch.own_bytes = sum(storage.num_bytes for storage in live if storage.varies)
             stretch.shared_bytes = sum(storage.num_bytes for storage in live if not storage.varies)
             needed = [storage for storage in live if storage.last_use > began]
-            stretch.needed_bytes = sum(storage.num_bytes for storage in needed if storage.varies)
+            kept = [[one for one in then if one.varies and one.last_use > clock] for clock, then in [*ahead, (began, live)]]
+            stretch.needed_bytes = min(sum(storage.num_bytes for storage in storages) for storages in kept)
             stretch.needed_shared_bytes = sum(storage.num_bytes for storage in needed if not storage.varies)
         return self._stretches
 
@@ -307,6 +318,8 @@ class _Ledger(TorchDispatchMode):
         self._stretches.append(Footprint(name))
         self._live_at.append(list(self._in_use.values()))
         self._began_at.append(self._clock)
+        self._ahead_of.append(self._ahead)
+        self._ahead = []
         self._base = self._now
 
     def _note(self, tensor: Tensor, varies: bool) -> None:

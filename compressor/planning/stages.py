@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from compressor.numerics.part_sums import most_sums
 from compressor.planning.estimate import Phase, Speed, StageEstimate
 from compressor.planning.footprint import Footprint
 from compressor.planning.workload import Batches, Stack, Target, group_stacks
+from compressor.tracing.targets.store import WAITING_STREAMS
 
 _UNPACKING_BYTES = 9  # of one weight element while a compressed layer is made or made float again: codes, words, float32 values
 
@@ -88,6 +90,22 @@ class _Late(NamedTuple):
     module_bytes: int
 
 
+class _PutOff(NamedTuple):
+    """A stage that is done, before which some batches wait, for behind it more would be live.
+
+    Attributes:
+        share: of the batches.
+        live_bytes: of all batches, there and behind it.
+        forward_bytes: in use while a batch runs through it.
+        flops: of one batch.
+    """
+
+    share: float
+    live_bytes: int
+    forward_bytes: int
+    flops: float
+
+
 class Beside(NamedTuple):
     """What a modifier computes beside the stages.
 
@@ -115,8 +133,11 @@ class Timeline:
         self._setting = setting
         self._weights = setting.model_bytes
         self._late: _Late | None = None
+        self._put_off: _PutOff | None = None
 
-    def add_stage(self, inside: Footprint, between: Footprint, following: Footprint, targets: Sequence[Target]) -> None:
+    def add_stage(
+        self, inside: Footprint, between: Footprint, following: Footprint, targets: Sequence[Target], least_bytes: int = 0
+    ) -> None:
         """Add a stage of the sequential pipeline.
 
         Args:
@@ -124,6 +145,7 @@ class Timeline:
             between: what a forward takes behind it, up to the next target.
             following: what a forward takes in the next target; nothing where it was the last.
             targets: modules that change in it.
+            least_bytes: of a batch, where it takes little.
         """
         batches, has_base = self._setting.batches, self._setting.has_base_stream
         batch_tokens = batches.batch_size * batches.num_tokens
@@ -141,21 +163,30 @@ class Timeline:
         if has_base and is_shown and was_late is None and following.name and following.needed_bytes > inside.needed_bytes:
             self._late = _Late(inside, forward, floats)
         beside, behind = inside if was_late is None else was_late.stage, following if self._late is None else inside
-        waiting = self._in_memory(self._live(inside, beside))
-        calibrated = self._in_memory(max(self._live(inside, beside), self._live(inside, behind)))
-        passed_on = self._in_memory(max(self._live(inside, behind), self._live(following, behind)))
+        was_put_off, self._put_off = (
+            self._put_off,
+            self._choose(inside, between, following, least_bytes, forward),
+        )
+        here = self._live(inside) if was_put_off is None else was_put_off.live_bytes
+        there = self._live(following) if self._put_off is None else self._put_off.live_bytes
+        with_twins, with_late = (self._live(one) if has_base else 0 for one in (beside, behind))
+        waiting = self._in_memory(here + with_twins)
+        calibrated = self._in_memory(here + max(with_twins, with_late))
+        passed_on = self._in_memory(max(here, there) + with_late)
+        again = 0 if was_put_off is None else was_put_off.forward_bytes
         runs = 0 if is_shown and (not has_base or self._late is not None) else forward
-        calibrating = max(runs, 0 if was_late is None else was_late.forward_bytes, _observing(inside, batches.num_tokens))
+        calibrating = max(runs, again, 0 if was_late is None else was_late.forward_bytes, _observing(inside, batches.num_tokens))
         before = 0 if was_late is None else was_late.module_bytes
         kept = sum({call.source: call.num_tokens * call.columns * call.element_bytes for call in inside.calls}.values()) if has_base else 0
         flops = ((1 if is_shown else 2) + (1 if has_base else 0)) * inside.flops
         flops += self._setting.num_streams * between.flops if self._setting.runs_once else 0
+        flops += 0 if was_put_off is None else was_put_off.share * was_put_off.flops
         self._add_worst(
             inside.name,
             [
                 ("calibrate", self._weights + before, statistics, calibrated if has_base else waiting, calibrating + kept),
                 ("compress", self._weights + made, *_compressing(stacks, calibrated if has_base else waiting)),
-                ("propagate", self._weights + replaced + floats, 0, passed_on, max(forward, _unpacking(targets))),
+                ("propagate", self._weights + replaced + floats, 0, passed_on, max(forward, again, _unpacking(targets))),
             ],
             flops=flops * batches.num_batches + sum(stack.cost.flops for stack in stacks),
             seconds=self._seconds(flops * batches.num_batches, stacks),
@@ -231,13 +262,24 @@ class Timeline:
         """Finished layers lie in the run folder, or go back; those to come are not there yet."""
         return max(0, self._weights - self._setting.at_hand(stage)) if self._setting.stretches else 0
 
-    def _live(self, stretch: Footprint, beside: Footprint) -> int:
-        """What waits of all samples while one stage is at work, and of those of the uncompressed model, which may wait elsewhere."""
+    def _choose(self, inside: Footprint, between: Footprint, following: Footprint, least: int, forward: int) -> _PutOff | None:
+        """Say which share of the batches waits before a stage that is done; None where all run on."""
+        number, granted = self._setting.batches.num_batches, WAITING_STREAMS * least
+        more = following.needed_bytes - inside.needed_bytes
+        room = 0 if self._setting.has_base_stream else max(0, granted - inside.needed_bytes)
+        fits = following.needed_bytes <= granted or more <= room
+        if fits or not (self._setting.runs_once and following.name) or self._put_off is not None:
+            return None
+        on = math.floor(number * room / more)
+        live = round(number * inside.needed_bytes + on * more) + following.needed_shared_bytes
+        return _PutOff(1 - on / number, live, forward, inside.flops + between.flops)
+
+    def _live(self, stretch: Footprint) -> int:
+        """What waits of all samples while one stage is at work."""
         batches = self._setting.batches
         if self._setting.in_frames:
             return round(batches.num_batches * (stretch.own_bytes + stretch.shared_bytes))
-        streams = (stretch, beside) if self._setting.has_base_stream else (stretch,)
-        return sum(round(batches.num_batches * one.needed_bytes) + one.needed_shared_bytes for one in streams)
+        return round(batches.num_batches * stretch.needed_bytes) + stretch.needed_shared_bytes
 
     def _in_memory(self, live: int) -> int:
         granted = self._setting.memory_bytes
@@ -296,11 +338,13 @@ def _add_layers(timeline: Timeline, footprints: Sequence[Footprint], layers: dic
     """Add a stage for each call of a target; what lies in it changes in the first one. Changes `layers`."""
     nothing = Footprint("")
     places = [at for at, stretch in enumerate(footprints) if stretch.name]
+    sizes = sorted(footprints[at].needed_bytes for at in places)
+    least = sizes[(len(sizes) - 1) // 4]
     for at, after in zip(places, [*places[1:], None], strict=True):
         between = footprints[at + 1] if at + 1 < len(footprints) and not footprints[at + 1].name else nothing
         following = nothing if after is None else footprints[after]
         inside = [target for name in footprints[at].name.split(", ") for target in layers.pop(name, ())]
-        timeline.add_stage(footprints[at], between, following, inside)
+        timeline.add_stage(footprints[at], between, following, inside, least)
 
 
 def lay_out(

@@ -26,7 +26,8 @@ from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.nodes import Unreached, Unrepeatable
 from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
-from compressor.tracing.graph.run import GraphRun, schedule
+from compressor.tracing.graph.program import schedule
+from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
 from compressor.tracing.picking import excerpt, unproved
@@ -152,6 +153,7 @@ class Plan:
         keep_outputs: bool = False,
         beside: Callable[[], AbstractContextManager[None]] | None = None,
         own: Collection[int] | None = None,
+        may_wait: bool = False,
     ) -> Run:
         """Prepare to run batches stage by stage. Batches that were not traced are planned first, before any stage.
 
@@ -166,6 +168,7 @@ class Plan:
             beside: run a twin of every batch through the targets as they are before each stage; context for hooks that want to see it. The
                 suspend engine has no twins.
             own: numbers of the batches that run here; the others run in processes that share them. None: all; the suspend engine runs all.
+            may_wait: where much would be live behind a stage, batches run through it with the next one; but for the suspend engine.
 
         Returns:
             The stages, one after another.
@@ -204,6 +207,7 @@ class Plan:
                 traces=traces,
                 beside=beside,
                 own=own,
+                may_wait=may_wait,
             )
         return SuspendedRun(
             self.model,
@@ -472,18 +476,14 @@ def trace(
     check_tracing_options(engine, verify, max_variants)
     batches = as_batches(batches)
     if targets_per_stage != 1 and (engine == "suspend" or (targets_per_stage != "input" and targets_per_stage < 1)):
-        raise TracingError(
-            f"targets_per_stage (--targets-per-subgraph): {targets_per_stage} is not possible with engine={engine!r}; give 1, or take the "
-            "graph engine"
-        )
+        where = f"targets_per_stage (--targets-per-subgraph): {targets_per_stage} is not possible with engine={engine!r}"
+        raise TracingError(f"{where}; give 1, or take the graph engine")
     check_model(model)
     cut = targets if isinstance(targets, Partition) else partition(model, targets)
+    sizes: Any = {"max_variants": max_variants, "targets_per_stage": targets_per_stage}
 
     def make_graph() -> GraphEngine:
-        planner = GraphPlanner(
-            model, cut.targets, leaves=leaves, max_variants=max_variants, targets_per_stage=targets_per_stage, device=device
-        )
-        return GraphEngine(model, planner, verify, device)
+        return GraphEngine(model, GraphPlanner(model, cut.targets, leaves=leaves, device=device, **sizes), verify, device)
 
     plan = Plan(model, cut, engine, make_graph, verify, device, put_away)
 

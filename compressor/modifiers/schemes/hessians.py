@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from math import prod
 from typing import Literal, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class BaseInputs:
         self.unmatched: dict[str, None] = {}
         self._waiting: dict[str, deque[tuple[Tensor, Tensor | None]]] = {}
         self._is_taking = False
-        self._last: tuple[Tensor, int, Tensor] | None = None
+        self._last: tuple[ref[Tensor], int, Tensor] | None = None
 
     def keep(self, name: str, x: Tensor, rows: Tensor | None) -> None:
         """Keep an input of the uncompressed model, as it is now.
@@ -48,9 +49,9 @@ class BaseInputs:
         """
         if self._is_taking:  # a new batch; of the one before, the compressed model may have called less
             self._waiting.clear()
-            self._is_taking, self._last = False, None
-        if self._last is None or self._last[0] is not x or self._last[1] != _version(x):
-            self._last = (x, _version(x), x.detach().clone())
+            self._is_taking = False
+        if self._last is None or self._last[0]() is not x or self._last[1] != _version(x):
+            self._last = (ref(x), _version(x), x.detach().clone())
         self._waiting.setdefault(name, deque()).append((self._last[2], rows))
 
     def take(self, name: str, x: Tensor, rows: Tensor | None, batch_shape: tuple[int, ...] | None) -> Tensor | None:
@@ -66,7 +67,7 @@ class BaseInputs:
             As x, token by token what they are in the uncompressed model; tokens that it sends to another expert count as unchanged.
             None where nothing shows which tokens belong together.
         """
-        self._is_taking = True
+        self._is_taking, self._last = True, None
         waiting = self._waiting.get(name)
         if not waiting:
             self.unmatched[name] = None
@@ -138,7 +139,7 @@ class InputHessians:
         self._of: dict[str, Hessian] = {}
         self._members: dict[int, list[str]] = {}
         self._calls: dict[str, int] = {}
-        self._last: tuple[Tensor, int, Hessian] | None = None
+        self._last: tuple[ref[Tensor], int, Hessian] | None = None
 
     def observe(self, state: State, name: str, x: Tensor, base: Tensor | None = None) -> None:
         """Add one input of one module.
@@ -218,13 +219,13 @@ class InputHessians:
         if base is not None:
             for (part, base_NC), (_, tokens_NC) in zip(own_sequences(state, base, name), sequences, strict=True):
                 hessian.add_shift(base_NC, tokens_NC, part)
-        self._last = (x, _version(x), hessian)
+        self._last = (ref(x), _version(x), hessian)  # wide inputs that are made anew must not wait for the next ones
 
     def _same_as_last(self, x: Tensor) -> Hessian | None:
         if self._last is None or not self._share:
             return None
         tensor, version, hessian = self._last
-        return hessian if tensor is x and version == _version(x) and id(hessian) in self._members else None
+        return hessian if tensor() is x and version == _version(x) and id(hessian) in self._members else None
 
 
 def _version(x: Tensor) -> int:

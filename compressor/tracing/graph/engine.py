@@ -88,6 +88,7 @@ def verify_programs(
             RenewingStore(),
             on_sample=comparison.begin,
             keep_outputs=True,
+            may_wait=True,
         )
         comparison.run = run
         with returning():

@@ -70,7 +70,7 @@ def record(
     finally:
         outside.restore()
         reads.forget()
-    program = build_program(recorder, encoded, signature_of(batch), groups, reassigned)
+    program = build_program(model, recorder, encoded, signature_of(batch), groups, reassigned)
     program.reads, program.readers = reads.first, frozenset(reads.places)
     return program
 

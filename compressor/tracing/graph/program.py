@@ -1,7 +1,8 @@
 """A recorded forward, cut into stages: one torch.fx graph before the first target, and one for each target with what follows it.
 
-A stage begins where its target is called for the first time. Its graph goes on to where the next stage begins, so running all graphs one
-after another is the forward. A target that is called again later keeps its one stage: to calibrate it, the graphs up to its last call
+A stage begins where its target is called for the first time, or shortly before, where less is live: what a norm makes of its input costs
+little to compute twice, and need not wait. Its graph goes on to where the next stage begins, so running all graphs one after another is the
+forward. A target that is called again later keeps its one stage: to calibrate it, the graphs up to its last call
 are run on copies.
 """
 
@@ -12,14 +13,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from compressor.data.layouts import has_memory
 from compressor.errors import CalibrationError
-from compressor.tracing.graph.nodes import ROOT, Constant, Refusal
+from compressor.tracing.graph.nodes import ROOT, Constant, Refusal, Unrepeatable
 from compressor.tracing.graph.recorder import Recorder
 
 
@@ -33,6 +34,7 @@ class Segment:
         live_in: all values that cross into it, also those that only pass through.
         mutates: those of them that it writes to.
         live_bytes: memory of what crosses into it, of the batch that was recorded.
+        own_bytes: of these, without what is live from the second stage to beyond the middle (masks, rotary tables).
         calls: names of the nodes that call the stage's targets.
         is_last: its output is the model's.
     """
@@ -42,6 +44,7 @@ class Segment:
     live_in: tuple[str, ...]
     mutates: frozenset[str] = frozenset()
     live_bytes: int = 0
+    own_bytes: int = 0
     calls: tuple[str, ...] = ()
     is_last: bool = False
 
@@ -81,6 +84,7 @@ class Program:
         readers: dotted names of all modules that do so.
         calls_seen: calls of modules: name, target around it or None, and the number of the node before which it began.
         order: number of each node when it was recorded.
+        light: names of the modules that do nothing but scale and shift, such as norms.
     """
 
     flat: fx.Graph
@@ -94,6 +98,7 @@ class Program:
     readers: frozenset[str] = frozenset()
     calls_seen: tuple[tuple[str, str | None, int], ...] = ()
     order: Mapping[fx.Node, int] = field(default_factory=dict)
+    light: frozenset[str] = frozenset()
 
     def cut(self, groups: Mapping[str, int]) -> None:
         """Cut the forward into segments, anew where it has been cut before.
@@ -104,13 +109,24 @@ class Program:
         Raises:
             Refusal: the forward calls no target.
         """
-        cutter = _Cutter(self.flat, groups, self.reassigned)
+        cutter = _Cutter(self.flat, groups, self.reassigned, self.light)
         if not cutter.stages:
             raise Refusal("trace: the forward calls none of the sequential targets; give a batch that reaches them, or other targets")
         self.segments = [cutter.build(index) for index in range(len(cutter.stages) + 1)]
         starts = [self.order[node] for node in cutter.starts]
         self.calls = [(name, target, sum(start <= number for start in starts)) for name, target, number in self.calls_seen]
         self.spans = cutter.spans()
+        staged = self.segments[1:]
+        lasting = set(staged[min(1, len(staged) - 1)].live_in).intersection(staged[len(staged) // 2].live_in)
+        for segment in staged:
+            common = lasting.intersection(segment.live_in)
+            segment.own_bytes = segment.live_bytes - _bytes([node for node in self.flat.nodes if node.name in common])
+
+    @property
+    def least_bytes(self) -> int:
+        """What is live of a sample where that is little: a quarter of the stages have no more."""
+        sizes = sorted(segment.own_bytes for segment in self.segments[1:])
+        return sizes[(len(sizes) - 1) // 4]
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -182,10 +198,13 @@ def find_module(model: nn.Module, target: str) -> nn.Module:
     return model if target == ROOT else model.get_submodule(target)
 
 
-def build_program(recorder: Recorder, output: Any, signature: Any, groups: Mapping[str, int], reassigned: Collection[str]) -> Program:
+def build_program(
+    model: nn.Module, recorder: Recorder, output: Any, signature: Any, groups: Mapping[str, int], reassigned: Collection[str]
+) -> Program:
     """Cut a recorded forward into segments.
 
     Args:
+        model: that was recorded.
         recorder: after the forward.
         output: encoded result.
         signature: of the batch.
@@ -205,16 +224,32 @@ def build_program(recorder: Recorder, output: Any, signature: Any, groups: Mappi
     for node in reversed(list(flat.nodes)):
         if node.meta.get("size") and not node.users:
             flat.erase_node(node)
-    program = Program(flat, [], signature, [], [], recorder.busy, frozenset(reassigned), calls_seen=tuple(recorder.calls), order=order)
+    called = {target_of(node) for node in flat.nodes if node.op == "call_module"}
+    light = frozenset(name for name in called if _is_light_module(find_module(model, name)))
+    program = Program(
+        flat, [], signature, [], [], recorder.busy, frozenset(reassigned), calls_seen=tuple(recorder.calls), order=order, light=light
+    )
     program.cut(groups)
     return program
+
+
+# Functions and methods that cost no more than a pass over memory; of numbers such as sizes any do.
+_LIGHT = frozenset(("getattr", "getitem", "to", "float", "type_as", "view", "reshape", "pow", "square", "mean", "var", "rsqrt", "sqrt"))
+_LIGHT |= frozenset(("add", "sub", "mul", "div", "truediv", "layer_norm", "rms_norm"))
+
+
+def _is_light_module(module: nn.Module) -> bool:
+    """True for a norm: no modules inside, and weights of one dimension."""
+    sides = {one.dim() for one in module.parameters(recurse=False)}
+    return next(module.children(), None) is None and sides == {1}
 
 
 class _Cutter:
     """Finds the segment of each node, and copies them out."""
 
-    def __init__(self, flat: fx.Graph, groups: Mapping[str, int], reassigned: Collection[str]) -> None:
+    def __init__(self, flat: fx.Graph, groups: Mapping[str, int], reassigned: Collection[str], light: Collection[str]) -> None:
         self._flat = flat
+        self._light = set(light).difference(groups)
         self._reassigned = reassigned
         self.stages: dict[int, list[str]] = {}  # group to its targets, in the order of first calls
         self.starts: list[fx.Node] = []
@@ -222,6 +257,7 @@ class _Cutter:
         self._target_calls: dict[int, list[fx.Node]] = {}
         for node in flat.nodes:
             self._place(node, groups)
+        self._begin_where_less_waits()
         self._index_of = {group: index + 1 for index, group in enumerate(self.stages)}
         self._last = len(self.stages)
         self._ends = {node: max((self._segment[user] for user in node.users), default=self._segment[node]) for node in flat.nodes}
@@ -237,6 +273,34 @@ class _Cutter:
                 self.stages[group].append(name)
             self._target_calls.setdefault(group, []).append(node)
         self._segment[node] = len(self.stages)
+
+    def _begin_where_less_waits(self) -> None:
+        """Move what costs little from the end of a segment to the beginning of the next one, where less is live ahead of it."""
+        nodes = list(self._flat.nodes)
+        place = {node: number for number, node in enumerate(nodes)}
+        last = {node: max((place[user] for user in node.users), default=place[node]) for node in nodes}
+        for index, start in enumerate(self.starts):
+            at = place[start]
+            live = {node for node in nodes[:at] if last[node] >= at and not self._is_repeated(node)}
+            least, first = _bytes(list(live)), at
+            while at and self._segment[nodes[at - 1]] == index and self._is_light(nodes[at - 1]):
+                at -= 1
+                live = (live - {nodes[at]}) | {used for used in nodes[at].all_input_nodes if not self._is_repeated(used)}
+                if _bytes(list(live)) < least:
+                    least, first = _bytes(list(live)), at
+            self._segment.update((node, index + 1) for node in nodes[first : place[start]])
+            self.starts[index] = nodes[first]
+
+    def _is_light(self, node: fx.Node) -> bool:
+        """True for what may run twice at little cost: it writes to nothing, and nobody decides by it."""
+        if node.meta.get("effect") or "guard" in node.meta or node.op == "placeholder":
+            return False
+        name = getattr(node.target, "__name__", str(node.target)).strip("_")
+        return (
+            self._is_repeated(node)
+            or bool(node.meta.get("size"))
+            or (target_of(node) in self._light if node.op == "call_module" else name in _LIGHT)
+        )
 
     def spans(self) -> list[int]:
         last = [max(self._segment[node] for node in self._target_calls[group]) for group in self.stages]
@@ -327,6 +391,61 @@ def signature_of(batch: Any) -> Any:
 
     items = batch.items() if isinstance(batch, dict) else enumerate(batch)
     return tuple((name, describe(item)) for name, item in items)
+
+
+# Which samples stop at which stage: the orders of all recorded graphs, merged.
+
+
+class Stop(NamedTuple):
+    """One stage of a run.
+
+    Attributes:
+        targets: dotted names, in the order of first calls.
+        samples: sample to the segment of its program that begins here.
+    """
+
+    targets: tuple[str, ...]
+    samples: dict[int, int]
+
+
+def schedule(programs: Sequence[Program], groups: Mapping[str, int]) -> list[Stop]:
+    """Put the stages of all samples into one order.
+
+    Args:
+        programs: one for each sample.
+        groups: target to the number of the stage it shares.
+
+    Returns:
+        The stages; each group of targets has exactly one.
+
+    Raises:
+        Unrepeatable: two samples reach the targets in contradicting orders.
+    """
+    routes = [[groups[segment.targets[0]] for segment in program.segments[1:]] for program in programs]
+    at = dict.fromkeys(range(len(programs)), 0)
+    stops: list[Stop] = []
+    closed: set[int] = set()
+    while waiting := [sample for sample in at if at[sample] < len(routes[sample])]:
+        group = _next_group(routes, at, waiting)
+        here = {sample: at[sample] + 1 for sample in waiting if routes[sample][at[sample]] == group}
+        targets = tuple(dict.fromkeys(name for sample, segment in here.items() for name in programs[sample].segments[segment].targets))
+        if group in closed:
+            raise Unrepeatable(
+                f"{', '.join(targets)}: batch {min(here)} reaches this sequential target after its stage, because batches call the targets "
+                'in different orders; use pipeline="basic" or other sequential targets'
+            )
+        closed.add(group)
+        stops.append(Stop(targets, here))
+        for sample in here:
+            at[sample] += 1
+    return stops
+
+
+def _next_group(routes: Sequence[Sequence[int]], at: Mapping[int, int], waiting: Sequence[int]) -> int:
+    """Choose a stage that no sample will reach later; the first in the order of the model where there are several, or none."""
+    heads = sorted({routes[sample][at[sample]] for sample in waiting})
+    later = {group for sample in waiting for group in routes[sample][at[sample] + 1 :]}
+    return next((group for group in heads if group not in later), heads[0])
 
 
 # Calls of watched modules that no stage would see.

@@ -6,9 +6,9 @@ the run starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,9 +17,9 @@ from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.random_state import RandomState
 from compressor.tracing.footprint import Stirred
-from compressor.tracing.graph.nodes import ROOT, Unrepeatable
+from compressor.tracing.graph.nodes import ROOT
 from compressor.tracing.graph.planner import copy_batch, named_inputs
-from compressor.tracing.graph.program import Program, check_inside, target_of
+from compressor.tracing.graph.program import Program, Stop, check_inside, find_module, schedule, target_of
 from compressor.tracing.graph.replay import (
     OF_ALL_MODULES,
     CallModule,
@@ -35,7 +35,7 @@ from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.targets.partition import module_names
 from compressor.tracing.targets.running import Watched
 from compressor.tracing.targets.sample_state import ModuleValues, View, copy_arguments
-from compressor.tracing.targets.store import MemoryStore, ValueStore
+from compressor.tracing.targets.store import WAITING_STREAMS, MemoryStore, ValueStore
 from compressor.tracing.traces import Traces
 
 # Copies of live values for a calibration pass, so that the propagation pass finds them as they were.
@@ -57,61 +57,6 @@ def copy_live(values: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     ordered = sorted(values, key=lambda name: not isinstance(values[name], Tensor))  # tensors before the objects that hold them as well
     copies = copy_arguments({name: values[name] for name in ordered}, model, _LIVE)
     return {name: copies[name] for name in values}
-
-
-# Which samples stop at which stage: the orders of all recorded graphs, merged.
-
-
-class Stop(NamedTuple):
-    """One stage of a run.
-
-    Attributes:
-        targets: dotted names, in the order of first calls.
-        samples: sample to the segment of its program that begins here.
-    """
-
-    targets: tuple[str, ...]
-    samples: dict[int, int]
-
-
-def schedule(programs: Sequence[Program], groups: Mapping[str, int]) -> list[Stop]:
-    """Put the stages of all samples into one order.
-
-    Args:
-        programs: one for each sample.
-        groups: target to the number of the stage it shares.
-
-    Returns:
-        The stages; each group of targets has exactly one.
-
-    Raises:
-        Unrepeatable: two samples reach the targets in contradicting orders.
-    """
-    routes = [[groups[segment.targets[0]] for segment in program.segments[1:]] for program in programs]
-    at = dict.fromkeys(range(len(programs)), 0)
-    stops: list[Stop] = []
-    closed: set[int] = set()
-    while waiting := [sample for sample in at if at[sample] < len(routes[sample])]:
-        group = _next_group(routes, at, waiting)
-        here = {sample: at[sample] + 1 for sample in waiting if routes[sample][at[sample]] == group}
-        targets = tuple(dict.fromkeys(name for sample, segment in here.items() for name in programs[sample].segments[segment].targets))
-        if group in closed:
-            raise Unrepeatable(
-                f"{', '.join(targets)}: batch {min(here)} reaches this sequential target after its stage, because batches call the targets "
-                'in different orders; use pipeline="basic" or other sequential targets'
-            )
-        closed.add(group)
-        stops.append(Stop(targets, here))
-        for sample in here:
-            at[sample] += 1
-    return stops
-
-
-def _next_group(routes: Sequence[Sequence[int]], at: Mapping[int, int], waiting: Sequence[int]) -> int:
-    """Choose a stage that no sample will reach later; the first in the order of the model where there are several, or none."""
-    heads = sorted({routes[sample][at[sample]] for sample in waiting})
-    later = {group for sample in waiting for group in routes[sample][at[sample] + 1 :]}
-    return next((group for group in heads if group not in later), heads[0])
 
 
 class GraphRun:
@@ -140,13 +85,15 @@ class GraphRun:
         traces: Traces | None = None,
         beside: Callable[[], AbstractContextManager[None]] | None = None,
         own: Collection[int] | None = None,
+        may_wait: bool = False,
     ) -> None:
         """Schedule the stages of all batches; nothing runs yet, and of the batches only `own` will, where others run elsewhere.
 
         With `beside`, every batch has a twin, whose number is larger by the number of batches: a twin runs through each stage before that
         is compressed, ahead of the calibration of its batch. Its hooks are awake inside the targets, within the context that is given.
         Where more would wait behind a stage than before it, the twin is only shown to the hooks, and runs through the modules as they
-        were when the next stage is calibrated.
+        were when the next stage is calibrated. With `may_wait` batches wait like that themselves where all would take more than
+        WAITING_STREAMS allows: they run through the compressed modules twice, for the hooks of the next stage and for good.
         """
         self._traces = traces or Traces(model, Stirred())
         self.model = model
@@ -168,11 +115,12 @@ class GraphRun:
         self._ended: set[int] = set()
         self._calibrated: set[str] = set()
         self._to_show: dict[tuple[int, int], list[fx.Node] | None] = {}
-        self._late: dict[int, int] = {}  # twin to the segment that it has been shown to, and must still run through
+        self._late: dict[int, int] = {}  # sample to the segment that it has been shown to, and must still run through
         self._before: dict[str, nn.Module] = {}  # modules of the stage behind which twins are late, as they were
         self._closed: set[int] = set()
         self._checked: set[str] = set()  # watched modules
         self._cleanup = ExitStack()
+        self._may_wait = may_wait
         self._is_open = False
         self._is_running = False
 
@@ -325,9 +273,7 @@ class GraphRun:
                     )
             return
         with self._traces.forwards(), self._as_sample(twin):
-            for index in range(late, segment):
-                made = run_segment(program.segments[index], values, self.model, self._call_as_before())
-                values = next_values(program, index, values, made)
+            values = self._run_through(program, range(late, segment), values, self._call_as_before())
             if is_last:
                 run_segment(program.segments[segment], values, self.model, call, {name or ROOT for name in stop.targets})
                 self._end(twin)
@@ -345,9 +291,13 @@ class GraphRun:
             and not any(tensor.startswith(f"{name}.") for name in stop.targets for tensor in read)
         )
 
-    def _keep_before(self, targets: Sequence[str]) -> None:
-        """Keep the modules of a stage as they are now for the twins that have not run through it, and let those before go."""
-        self._before = {name: copy_alone(self.model.get_submodule(name)) for name in targets} if self._late else {}
+    def _keep_before(self) -> None:
+        """Keep modules as they are now for the twins that have not run through their stage, and let those before go."""
+        segments = [self._programs[one].segments[index] for one, index in self._late.items() if one >= self._num_own]
+        names = {target_of(node) for segment in segments for node in segment.graph.nodes if node.op == "call_module"}
+        modules = {name: find_module(self.model, name) for name in names}
+        alone = {name: one for name, one in modules.items() if next(one.children(), None) is None and "forward" not in vars(one)}
+        self._before = {name: copy_alone(one) for name, one in alone.items()}
 
     def _call_as_before(self) -> CallModule:
         """Hooks are asleep, and modules of the stage behind which twins are late are those that they were."""
@@ -384,27 +334,49 @@ class GraphRun:
         return self._to_show[key]
 
     def _calibrate_sample(self, sample: int, segment: int, stop: Stop) -> None:
-        program = self._programs[sample]
+        program, late = self._programs[sample], self._late.get(sample, segment)
         shown = self._shown(program, segment, stop)
-        if shown is not None:
-            self._on_sample(sample)
-            with self._traces.forwards(), self._as_sample(sample, keep=False):
-                show_inputs(shown, self._store.get(sample), self.model, self._call_showing(stop.targets))
-            return
+        values = self._store.get(sample)
+        if shown is None or any(program.segments[index].mutates for index in range(late, segment)):
+            values = copy_live(values, self.model)
         span = range(segment, program.spans[segment] + 1)
-        values = copy_live(self._store.get(sample), self.model)
         call = self._call_calibrating(stop.targets)
         self._on_sample(sample)
         with self._traces.forwards(), self._as_sample(sample, keep=False):
-            for index in span[:-1]:
-                values = next_values(program, index, values, run_segment(program.segments[index], values, self.model, call))
+            values = self._run_through(program, range(late, segment), values, call)
+            if shown is not None:
+                show_inputs(shown, values, self.model, self._call_showing(stop.targets))
+                return
+            values = self._run_through(program, span[:-1], values, call)
             run_segment(program.segments[span[-1]], values, self.model, call, {name or ROOT for name in stop.targets})
+
+    def _run_through(self, program: Program, segments: Iterable[int], values: dict[str, Any], call: CallModule) -> dict[str, Any]:
+        """Run some segments, one behind the other; return what is live behind the last."""
+        for index in segments:
+            values = next_values(program, index, values, run_segment(program.segments[index], values, self.model, call))
+        return values
 
     def _propagate_sample(self, sample: int, segment: int) -> None:
         self._on_sample(sample)
-        values = self._store.get(sample)
+        values, call = self._store.get(sample), self._call_propagating()
         with self._traces.forwards(), self._as_sample(sample):
-            self._advance(sample, segment, values, self._call_propagating())
+            late = self._late.pop(sample, segment)
+            self._advance(sample, segment, self._run_through(self._programs[sample], range(late, segment), values, call), call)
+
+    def _put_off(self, samples: Collection[int], stop: Stop) -> set[int]:
+        """Let those samples wait before a stage that is done for which there is no room behind it; say which."""
+        pairs = {one: [part.own_bytes for part in self._programs[one].segments[stop.samples[one] :][:2]] for one in samples}
+        granted = {one: WAITING_STREAMS * self._programs[one].least_bytes for one in samples}
+        room = sum(granted.values()) - sum(pair[0] for pair in pairs.values()) if self._beside is None else 0
+        waiting = set()
+        for sample, (now, *then) in pairs.items():
+            more = max(then, default=now) - now
+            if now + more > granted[sample] and more > max(0, room) and sample not in self._late:
+                waiting.add(sample)
+            else:
+                room -= more
+        self._late.update((sample, stop.samples[sample]) for sample in waiting)
+        return waiting
 
     def _forget(self) -> None:
         for sample in range(len(self._batches)):
@@ -442,6 +414,12 @@ class GraphStage:
         """Dotted names of the targets and of all modules inside them, as they are now."""
         return tuple(name for target in self._stop.targets for name in module_names(self._run.model, target))
 
+    @property
+    def put_off(self) -> tuple[str, ...]:
+        """Dotted names of the modules of the stage before that samples run through in this one."""
+        late = {one: index for one, index in self._run._late.items() if one in self._stop.samples and one < self._run._num_own}
+        return tuple(dict.fromkeys(name for one, index in late.items() for name in self._run._programs[one].segments[index].targets))
+
     def calibrate(self) -> None:
         """Call the targets for every sample, on copies of their inputs, so that the hooks inside see them.
 
@@ -458,7 +436,7 @@ class GraphStage:
         for sample in self._prefetched(self._samples):
             run._run_twin(sample, self._stop.samples[sample], self._stop, is_last)
             run._calibrate_sample(sample, self._stop.samples[sample], self._stop)
-        run._keep_before(self._stop.targets)
+        run._keep_before()
 
     def rehearse(self) -> None:
         """Call the targets for every sample without consequences, as `calibrate` does for hooks; for the proof."""
@@ -473,7 +451,7 @@ class GraphStage:
     def _run_twins(self) -> None:
         for sample in self._samples:
             self._run._run_twin(sample, self._stop.samples[sample], self._stop, is_last=False, hooks=False)
-        self._run._keep_before(self._stop.targets)
+        self._run._keep_before()
 
     def _prefetched(self, samples: Sequence[int]) -> Iterator[int]:
         """Give the samples, while the store brings back what the next one needs."""
@@ -496,5 +474,10 @@ class GraphStage:
                 if sample != first:
                     run._end(sample)
             others = []
-        for sample in self._prefetched([one for one in (first, *others) if not run._passes_by(one, self._stop.samples[one])]):
-            run._propagate_sample(sample, self._stop.samples[sample])
+        here = [one for one in (first, *others) if not run._passes_by(one, self._stop.samples[one])]
+        waiting = run._put_off(here, self._stop) if run._may_wait and not only_first else set()
+        for sample in self._prefetched(here):
+            if sample in waiting:
+                run._on_sample(sample)
+            else:
+                run._propagate_sample(sample, self._stop.samples[sample])

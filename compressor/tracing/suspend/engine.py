@@ -274,7 +274,10 @@ class Stage:
         index: position among the stages.
         name: dotted name of the target.
         num_samples: how many samples wait at it.
+        put_off: none, for a forward cannot run through a stage again.
     """
+
+    put_off: tuple[str, ...] = ()
 
     def __init__(self, run: SuspendedRun, index: int, name: str, samples: list[Sample]) -> None:
         """Made by `SuspendedRun.stages`."""

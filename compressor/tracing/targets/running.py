@@ -25,6 +25,10 @@ class RunningStage(Protocol):
     def module_names(self) -> tuple[str, ...]:
         """Dotted names of the targets and of all modules inside them, as they are now."""
 
+    @property
+    def put_off(self) -> tuple[str, ...]:
+        """Dotted names of modules of an earlier stage that samples run through in this one, for less was live before them."""
+
     def calibrate(self) -> None:
         """Call the targets for every sample without consequences."""
 

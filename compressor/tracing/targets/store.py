@@ -10,6 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+# What may wait of a sample, in what it takes where it takes little (a quarter of the stages have no more): the stream between layers, and
+# inputs of modules twice as wide. Wider inputs wait for as many samples as all together stay within it, and for none where the
+# uncompressed model waits, too: the others wait before the stage that makes these inputs.
+WAITING_STREAMS = 3
+
 
 @runtime_checkable
 class ValueStore(Protocol):

@@ -80,8 +80,23 @@ def test_layers_run_once() -> None:
 
             model.get_submodule(f"model.layers.0.{name}").register_forward_hook(count)
         compressed(model, passes, ids, "propagated")
-    for name in ("mlp.act_fn", "input_layernorm"):
-        assert calls["two", name] - calls["one", name] == 10, calls
+    assert calls["two", "mlp.act_fn"] - calls["one", "mlp.act_fn"] == 10, calls
+    assert calls["two", "input_layernorm"] == calls["one", "input_layernorm"], calls  # what it makes does not wait for all samples
+
+
+@pytest.mark.parametrize("target", ["propagated", "base"])
+def test_bytes_do_not_depend_on_how_many_samples_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    wide = LlamaConfig(**{**SIZE, "intermediate_size": 160}, num_key_value_heads=2)
+    calls: Counter[int] = Counter()
+    for streams in (0, 3, 100):  # all samples wait before modules that read 160 features, some, and none
+        monkeypatch.setattr("compressor.tracing.graph.run.WAITING_STREAMS", streams)
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(wide).eval()
+        model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_, streams=streams: calls.update([streams]))
+        compressed(model, "one", target=target, output_dir=tmp_path / str(streams))
+    assert calls[0] > calls[100] and (calls[0] > calls[3] > calls[100]) == (target == "propagated")
+    written = {(tmp_path / str(streams) / "model.safetensors").read_bytes() for streams in (0, 3, 100)}
+    assert len(written) == 1
 
 
 def test_experts_run_twice_and_all_else_once() -> None:

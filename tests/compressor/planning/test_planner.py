@@ -78,8 +78,21 @@ def test_in_one_pass_modules_with_one_input_are_a_stage_and_wide_inputs_wait(fol
     assert once.forwards == "one, and one beside in the uncompressed model"
     one_stream, ids = 64 * 64 * 2, 64 * 64 * 8
     down = stages[f"model.layers.1.{parts[3]}"]
-    assert down.activations_bytes == 2 * one_stream * (128 + 256) + ids + 2 * _rotary(once)  # the residual stream and the wide input
+    # The residual stream and the wide input; the uncompressed model's waits before it.
+    assert down.activations_bytes == one_stream * (128 + 256 + 128) + ids + 2 * _rotary(once)
     assert down.statistics_bytes == 3 * 4 * (2 * 256**2 - 64 * 192)  # three sums of H, in panels, and of D
+
+
+@pytest.mark.parametrize(("target", "num_streams"), [("base", 2), ("propagated", 3)])
+def test_inputs_that_would_take_more_than_three_streams_wait_for_few_batches(
+    folder: Path, tmp_path: Path, target: str, num_streams: int
+) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"intermediate_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    gptq = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16", "target": target}}
+    made = plan(tmp_path, recipe={"quant_modifiers": gptq}, num_calibration_samples=64, max_seq_length=64, batch_size=8, passes="one")
+    down = next(stage for stage in made.estimate.stages if stage.name == "model.layers.1.mlp.down_proj")
+    assert down.activations_bytes == 64 * 64 * (num_streams * 2 * 128 + 8) + (1 + (target == "base")) * _rotary(made)
 
 
 def test_ranks_share_samples_and_solvers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,14 +222,14 @@ def _rotary(made: Plan) -> int:
     return 2 * 64 * 32 * 2 if any(".2." in name for name in names) else 0
 
 
-def test_without_the_base_stream_a_run_in_one_pass_holds_and_computes_half(folder: Path) -> None:
+def test_without_the_base_stream_a_run_in_one_pass_holds_less_and_computes_half(folder: Path) -> None:
     propagated = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16", "target": "propagated"}}
     plain = plan(folder, recipe={"quant_stage": {"quant_modifiers": propagated}}, num_calibration_samples=64, passes="one")
     beside, twice = make(folder, passes="one"), make(folder)
     assert plain.forwards == "one"
     assert plain.estimate.seconds < 0.7 * beside.estimate.seconds
     assert plain.estimate.seconds < twice.estimate.seconds
-    assert plain.estimate.peak_extra_bytes < 0.7 * beside.estimate.peak_extra_bytes
+    assert plain.estimate.peak_extra_bytes < 0.8 * beside.estimate.peak_extra_bytes
 
 
 def test_where_layers_come_one_by_one_more_of_them_need_no_more_memory(folder: Path, tmp_path: Path) -> None:
