@@ -44,6 +44,7 @@ def loaded(folder: Path) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+@pytest.mark.nightly
 def test_gptq_beats_rounding_and_both_cost_something(reference_model: Path) -> None:
     heldout = load_file(reference_model / "heldout.safetensors")["input_ids"][:NUM_HELDOUT].long()
     data = {"dataset": reference_model / "calibration.safetensors", "num_calibration_samples": NUM_CALIBRATION}

@@ -167,12 +167,14 @@ def test_killed_in_other_pipelines_and_settings(name: str, killer: Killer) -> No
     assert not lines or resumed != {None}
 
 
+@pytest.mark.nightly
 def test_killed_between_blocks_whose_rounding_is_learned(killer: Killer) -> None:
     for name in ("learned rounding", "learned rounding, suspended"):
         lines = [number for number, event in enumerate(killer.reference(name)[2]) if event.startswith("replace stage-")]
         assert kill_and_resume(killer, name, [(lines[1] + 5, "after")]) == {"resumed after stage 2 of 3"}
 
 
+@pytest.mark.nightly
 def test_killed_while_scales_are_trained(killer: Killer) -> None:
     """Training keeps nothing: it begins anew behind the last stage, without any stage being forwarded, and ends with the same bytes."""
     events = killer.reference("tuned")[2]

@@ -162,6 +162,7 @@ def test_modifiers_go_on_from_every_state(killer: Killer, name: str, steps: tupl
         assert killer.resumes(name, folder, f"after step {step}") == f"resumed after step {step} of 12"
 
 
+@pytest.mark.nightly
 def test_a_run_killed_twice_goes_on_in_another_mode(killer: Killer) -> None:
     events, folder = killer.reference("plain")[1], killer.new_folder()
     for place in (0.4, 0.2):

@@ -152,6 +152,7 @@ def test_ranges_of_inputs_are_those_of_the_compressed_model() -> None:
         assert own == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.nightly
 def test_by_default_few_bits_take_it_where_layers_run_once(shifts: Shifts) -> None:
     for options, expected in (
         ({}, True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import time
 from pathlib import Path
@@ -40,7 +41,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path | nn.Module, **options: Any) -> Plan:
+    return made(folder, **options) if isinstance(folder, nn.Module) else planned_once(folder, **options)
+
+
+def made(folder: Path | nn.Module, **options: Any) -> Plan:
     return plan(folder, recipe=RECIPE, **{"num_calibration_samples": 64, "passes": "two", **options})
+
+
+planned_once = functools.cache(made)  # of a config that stays as it is
 
 
 def layer(made: Plan, index: int = 1) -> Any:

@@ -175,6 +175,7 @@ def test_a_checkpoint_that_loads_alike_everywhere_is_held_against_its_base(plant
     assert outcome(trained, "artifact.against_base")[0] is (Outcome.PASS if "sqnr" in said or "tensors" in said else Outcome.FAIL)
 
 
+@pytest.mark.nightly
 def test_with_a_record_one_bit_is_enough(saved, spoiled):
     assert outcome(saved, "artifact.against_base")[0] is Outcome.PASS
     bad = spoiled(tensors(lambda t: t[f"{UP}.weight_packed"][0, :1].bitwise_xor_(1)))

@@ -92,6 +92,7 @@ def test_the_goldens_are_small_whole_and_nothing_else_lies_there(repo_root: Path
     }
 
 
+@pytest.mark.nightly
 def test_every_limit_below_bitwise_has_its_reason_and_lets_no_decoy_through(repo_root: Path) -> None:
     store = GoldenStore(repo_root / "golden")
     for manifest in manifests_of(store.root):

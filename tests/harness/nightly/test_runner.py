@@ -148,6 +148,7 @@ def test_attempts_are_rows_and_the_last_one_counts(tmp_path: Path) -> None:
     assert [(row.attempt, row.outcome) for row in rows] == [(1, "error"), (2, "pass")] and found.rows == (rows[-1],)
 
 
+@pytest.mark.nightly
 def test_cells_without_their_checkpoint_are_skipped_and_say_so(project: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("quant_stage: {quant_modifiers: {NoSuchModifier: {}}}")
     data = {"calibration": str(project / "calibration.safetensors"), "held_out": str(project / "held_out.safetensors")}

@@ -115,6 +115,7 @@ def test_what_has_no_form_in_onnx_is_refused_by_name(llama: LlamaForCausalLM, tm
         export_quantized(llama, example_batch(llama))
 
 
+@pytest.mark.nightly
 def test_the_command_exports_a_compressed_checkpoint(llama: LlamaForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _compress(llama, tmp_path, SCHEMES["int4 in groups"][0])
     assert main(["onnx", "export", str(folder), str(tmp_path / "q.onnx")]) == 0

@@ -51,6 +51,7 @@ def test_a_swap_is_reported_and_its_prints_go_elsewhere(capsys):
     assert "A/A control" in streams.out and "noise" not in streams.out and "noise" in streams.err
 
 
+@pytest.mark.nightly
 def test_a_tolerance_makes_it_a_gate(capsys):
     swap = ("--swap", "aten.silu=kernels_of_a_test:half")
     assert kernels(*swap, "--max-ulps", "2") == 1
@@ -76,6 +77,7 @@ def test_several_swaps_are_reported_one_by_one_and_together(capsys):
     assert first["sites"][0]["timing"] is None and first["sites"][0]["results"][0]["truth"]["nearness"]
 
 
+@pytest.mark.nightly
 def test_two_candidates_for_one_op_are_reported_side_by_side(capsys):
     assert kernels("--swap", "aten.silu=kernels_of_a_test:silu", "--swap", "aten.silu.default=kernels_of_a_test:half", "--json") == 0
     found = json.loads(capsys.readouterr().out)["reports"]
@@ -83,6 +85,7 @@ def test_two_candidates_for_one_op_are_reported_side_by_side(capsys):
     assert found[0]["worst"]["max_ulp"] < found[1]["worst"]["max_ulp"]
 
 
+@pytest.mark.nightly
 def test_rounds_time_the_ops_and_the_step(capsys):
     assert kernels("--swap", "aten.silu=kernels_of_a_test:silu", "--rounds", "3", "--json") == 0
     report = json.loads(capsys.readouterr().out)["reports"][0]

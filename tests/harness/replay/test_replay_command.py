@@ -11,6 +11,7 @@ from harness.cli import main
 SMALL = ["--steps", "7", "--batch-size", "1", "--seq-length", "6"]
 
 
+@pytest.mark.nightly
 def test_an_architecture_of_the_zoo_is_equal_and_the_exit_code_says_so(capsys):
     assert main(["replay", "llama", *SMALL]) == 0
     out = capsys.readouterr().out

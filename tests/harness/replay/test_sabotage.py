@@ -108,6 +108,7 @@ def run_command(*argv: str) -> int:
     return main(["replay", "sabotage", "llama", "--batch-size", "1", "--seq-length", "4", "--seed", "1", *argv])
 
 
+@pytest.mark.nightly
 def test_the_command_counts_what_was_named(capsys, monkeypatch):
     assert run_command("--op", "aten.silu", "--ways", "one bit", "left out") == 0
     assert "2 ops sabotaged one at a time, 4 trials: 4 named, 0 another named, 0 missed, 0 no effect" in capsys.readouterr().out
