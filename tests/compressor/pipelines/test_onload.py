@@ -28,8 +28,8 @@ SMOOTHED = {"quant_modifiers": {"SmoothQuantModifier": {}, "GPTQModifier": {"sch
 MODES = {
     "one pass, the uncompressed model beside": (GPTQ, {}),
     "two passes": (GPTQ, {"passes": "two"}),
-    "scales that move between layers": (SMOOTHED, {}),  # the one for every change: weights that came are changed in place
     "paused forwards": (GPTQ, {"engine": "suspend"}),
+    "scales that move between layers": (SMOOTHED, {}),
 }
 
 
