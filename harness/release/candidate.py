@@ -86,10 +86,38 @@ class Candidate:
         return torch.tensor([ids], dtype=torch.long, device=self.device)
 
     def _loaded(self, folder: Path, dtype: str) -> torch.nn.Module:
-        attempt = load_compressed(folder, dtype=dtype)
-        if attempt.model is None:
-            raise ModelError(f"{folder.name} does not load in {dtype}: {attempt.problems[0]}; see format.loads")
-        return attempt.model.to(self.device)
+        return (load_wide(folder) if dtype == "float32" else _load(folder, dtype)).to(self.device)
+
+
+def load_wide(folder: Path) -> torch.nn.Module:
+    """Load a model in float32. Of fp4, which transformers unpacks to bfloat16 only, the numbers are widened; float32 holds them all.
+
+    Args:
+        folder: of the model.
+
+    Returns:
+        It, on the CPU.
+
+    Raises:
+        ModelError: it does not load.
+    """
+    attempt = load_compressed(folder, dtype="float32")
+    return _widened(_load(folder, "auto")) if attempt.model is None else attempt.model
+
+
+def _load(folder: Path, dtype: str) -> torch.nn.Module:
+    attempt = load_compressed(folder, dtype=dtype)
+    if attempt.model is None:
+        raise ModelError(f"{folder.name} does not load in {dtype}: {attempt.problems[0]}; see format.loads")
+    return attempt.model
+
+
+def _widened(model: torch.nn.Module) -> torch.nn.Module:
+    """Make float32 of all half precision; transformers refuses `float()` of what is quantized. Changes the model."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            tensor.data = tensor.data.float()
+    return model
 
 
 @dataclass(frozen=True)

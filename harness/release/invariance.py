@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from compressor.model.folder import some
-from harness.release.candidate import Candidate, Check
+from harness.release.candidate import Candidate, Check, load_wide
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.loading import load_compressed, save_again
@@ -178,10 +178,7 @@ def _device(candidate: Candidate) -> CheckRecord:
         return DEVICE.skipped("not run: this machine has no GPU")
     prompt, models = candidate.prompts[0], []
     for device in ("cpu", "cuda"):
-        attempt = load_compressed(candidate.compressed, dtype="float32")
-        if attempt.model is None:
-            return DEVICE.record(Outcome.INCONCLUSIVE, "it does not load, see format.loads")
-        models.append(_run(attempt.model.to(device), prompt.to(device)).cpu())
+        models.append(_run(load_wide(candidate.compressed).to(device), prompt.to(device)).cpu())
     found = deviation(*models)
     return _judged(DEVICE, found, candidate.policy.generation.max_dtype_deviation, {"compressed": found})
 

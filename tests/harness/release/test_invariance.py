@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from compressor import QuantizationModifier, oneshot
 from harness.release import invariance
 from harness.release.candidate import Candidate
 from harness.reporting.record import CheckRecord
@@ -44,6 +46,16 @@ def test_codes_at_a_tie_fall_either_way_and_damage_nothing(release: Release, inp
     assert all(record.outcome is Outcome.PASS for record in found), [record.summary for record in found]
     assert any("where activations are not rounded: those at a tie fall either way" in record.summary for record in found)
     assert [getattr(module, "quantization_scheme", None) for module in candidate.wide_model.modules()] == schemes
+
+
+def test_fp4_which_is_unpacked_to_bfloat16_only_is_looked_at_in_float32(made: Release, tmp_path: Path) -> None:
+    recipe = QuantizationModifier(targets=["Linear"], ignore=["lm_head"], scheme="NVFP4")
+    rows = load_file(made.dataset)["input_ids"]
+    oneshot(str(made.base), recipe=recipe, dataset=rows[:4], output_dir=tmp_path / "fp4", progress=False)
+    candidate = Candidate(made.base, tmp_path / "fp4", POLICY, rows.tolist(), torch.device("cpu"), seed=0)
+    found = records(candidate)
+    assert all(record.outcome is Outcome.PASS for record in found), [record.summary for record in found]
+    assert {parameter.dtype for parameter in candidate.wide_model.parameters()} == {torch.float32}
 
 
 def test_a_layer_that_rounds_a_token_by_what_stands_beside_it_is_named(release: Release) -> None:
