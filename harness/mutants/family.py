@@ -6,7 +6,7 @@ A new family is a module that holds a Family, and a line of the table that lists
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compressor.errors import UserInputError
@@ -51,6 +51,24 @@ class Family:
     mutants: Mapping[str, Mutant]
     killers: Callable[[Mutant | None], Sequence[Killer]]
 
+    def looking(self, mutant: Mutant | None) -> Sequence[Killer]:
+        """List those that look for a bug.
+
+        Args:
+            mutant: the bug; None for the control.
+
+        Returns:
+            The killers.
+
+        Raises:
+            UserInputError: the function that lists them fails.
+        """
+        try:
+            return list(self.killers(mutant))
+        except Exception as error:  # of whatever class: the family is the user's code
+            what = mutant.name if mutant else "the control"
+            raise UserInputError(f"{self.name}: who looks for {what} cannot be listed: {raised(error)}; repair `killers`") from error
+
     def chosen(self, names: Iterable[str] | None) -> list[Mutant]:
         """Find planted bugs by their names.
 
@@ -68,6 +86,12 @@ class Family:
         if unknown:
             raise UserInputError(f"mutants: there is no planted bug {unknown[0]!r}; {suggest(unknown[0], self.mutants)}")
         return [self.mutants[name] for name in wanted]
+
+
+def raised(error: BaseException) -> str:
+    """Say in a line what code of the user raised."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -131,7 +155,7 @@ def find_family(name: str, table: str = TABLE) -> Family:
         The family.
 
     Raises:
-        UserInputError: the table has no such name, or what it names is no family.
+        UserInputError: the table has no such name, or what it names is no family, or one without a bug.
     """
     families = listed_families(table)
     if name not in families:
@@ -139,4 +163,6 @@ def find_family(name: str, table: str = TABLE) -> Family:
     family = resolve(families[name], "family of planted bugs", names=own_names, files=True).value
     if not isinstance(family, Family):
         raise UserInputError(f"{families[name]}: this is no family of planted bugs; give a harness.mutants.family.Family")
-    return family
+    if not family.mutants:
+        raise UserInputError(f"{families[name]}: it has no planted bug, and where nothing is looked for nothing is seen; give it one")
+    return family if family.name == name else replace(family, name=name)  # the table's name is the one that other processes ask for

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 
-from harness.mutants.family import TABLE, Family, Fate, Killer, find_family
+from harness.mutants.family import TABLE, Family, Fate, Killer, find_family, raised
 from harness.mutants.patches import Mutant
 
 Seen = tuple[dict[str, str], list[str]]
@@ -28,14 +28,14 @@ def fate_of(family: Family, mutant: Mutant | None, all_checks: bool = False) -> 
     Returns:
         Who saw it, and who looked in vain.
     """
-    killers = family.killers(mutant)
+    killers = family.looking(mutant)
     killed_by: dict[str, str] = {}
     survived: dict[str, None] = {}
     with mutant.planted() if mutant else nullcontext():
         for killer in killers:
             if killer.name in killed_by:
                 continue
-            seen = killer.look()
+            seen = _seen(killer)
             if seen is None:
                 survived[killer.name] = None
                 continue
@@ -44,6 +44,14 @@ def fate_of(family: Family, mutant: Mutant | None, all_checks: bool = False) -> 
             if not all_checks:
                 break
     return Fate(mutant, killed_by, tuple(survived), frozenset(killer.name for killer in killers if killer.is_machine))
+
+
+def _seen(killer: Killer) -> str | None:
+    """What a killer says; that it is stopped by an error, or by an exit of the code that is looked at, is something that it sees."""
+    try:
+        return killer.look()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a bug makes code raise is what is seen of it
+        return f"raised {raised(error)}"
 
 
 def hunt(
@@ -69,7 +77,7 @@ def hunt(
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _prepare) as pool:
         running = {
             pool.submit(_fate_elsewhere, table, family.name, mutant.name if mutant else None, all_checks): number
-            for number, mutant in sorted(enumerate(mutants), key=lambda pair: not _is_long(pair[1], family.killers(pair[1])))
+            for number, mutant in sorted(enumerate(mutants), key=lambda pair: not _is_long(pair[1], family.looking(pair[1])))
         }
         try:
             for done in as_completed(running):

@@ -49,7 +49,8 @@ class Edit:
             The wrong one.
 
         Raises:
-            HarnessError: the piece is not in the text exactly once: the code has changed, and the planted bug must follow.
+            HarnessError: the piece is not in the text exactly once: the code has changed, and the planted bug must follow; or what comes
+                out is no Python.
         """
         getter: Any = current.fget if isinstance(current, property) else current
         function = inspect.unwrap(getter)
@@ -60,7 +61,11 @@ class Edit:
         text = "from __future__ import annotations\n" + source.replace(self.old, self.new)
         file = f"<mutant {hash(text)} of {self.where}>"
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)  # so that a second edit finds the text
-        exec(compile(text, file, "exec"), function.__globals__, names)
+        try:
+            code = compile(text, file, "exec")
+        except SyntaxError as error:
+            raise HarnessError(f"{self.where}: with {self.new!r} it is no Python ({error.msg}); adapt the planted bug") from error
+        exec(code, function.__globals__, names)
         return names[function.__name__]
 
 

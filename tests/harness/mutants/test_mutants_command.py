@@ -48,6 +48,44 @@ def test_the_first_who_sees_it_ends_the_hunt_and_machines_come_last() -> None:
     assert not everybody.only_machines
 
 
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(0), AssertionError()], ids=lambda error: type(error).__name__)
+def test_code_that_raises_or_exits_under_a_bug_has_shown_it_and_without_one_is_no_sound_code(error: BaseException) -> None:
+    def look() -> str | None:
+        raise error
+
+    family = Family("toy", {"one": _mutant("one")}, lambda mutant: [Killer("check.a", look)])
+    for mutant, verdict in ((_mutant("one"), "pass"), (None, "regression")):
+        fate = fate_of(family, mutant)
+        assert fate.killed_by["check.a"].startswith(f"raised {type(error).__name__}") and fate.verdict.value == verdict
+
+
+BAD_FAMILIES = {
+    "fails": ('lambda mutant: 1 / 0, {"one": SOUND}', "fails: who looks for the control cannot be listed: ZeroDivisionError"),
+    "empty": ("lambda mutant: [], {}", "it has no planted bug, and where nothing is looked for nothing is seen"),
+    "no Python": ('lambda mutant: [], {"one": WRONG}', "with 'return ((' it is no Python"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FAMILIES)
+def test_a_family_that_cannot_be_hunted_is_told_in_a_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, told = BAD_FAMILIES[name]
+    place = tmp_path / f"planted_{name.replace(' ', '_')}.py"  # modules of one name would be one
+    place.write_text(
+        "import textwrap\n"
+        "from harness.mutants.code_swap import bug\n"
+        "from harness.mutants.family import Family\n"
+        "from harness.mutants.patches import Edit\n"
+        "SOUND = bug('one', 'k', 'w', 'c')\n"
+        "WRONG = bug('one', 'k', 'w', 'c', Edit('textwrap:dedent', 'return text', 'return (('))\n"
+        f"KILLERS, MUTANTS = {arguments}\n"
+        "FAMILY = Family('another name', MUTANTS, KILLERS)\n"
+        f"FAMILIES = {{{name!r}: {str(place)!r} + ':FAMILY'}}\n"
+    )
+    code = main(["mutants", name, "--table", f"{place}:FAMILIES", "--jobs", "1"])
+    error = capsys.readouterr().err
+    assert code == 3 and told in error and "Traceback" not in error
+
+
 def test_only_a_machine_is_said_after_every_check_has_looked() -> None:
     few, more = _killer("machine", None, True), _killer("machine", "m", True)
     fate = fate_of(_family(_killer("check.a", None), few, more), _mutant("one"))
