@@ -148,11 +148,38 @@ def share_values(one: Tensor, other: Tensor) -> bool:
     """
     if not one.numel() or not other.numel():
         return False
+    (start, end), (other_start, other_end) = _span(one), _span(other)
+    if end <= other_start or other_end <= start:
+        return False
     if one.dtype != other.dtype or (one.storage_offset(), one.shape, one.stride()) == (other.storage_offset(), other.shape, other.stride()):
         return True
     marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
     marks.as_strided(one.size(), one.stride(), one.storage_offset()).fill_(True)
     return bool(marks.as_strided(other.size(), other.stride(), other.storage_offset()).any())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the one behind its last."""
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    last = first + sum(stride * (length - 1) for stride, length in zip(tensor.stride(), tensor.shape, strict=True))
+    return first * size, (last + 1) * size
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Say whether writing to one element of a tensor may change another: as in what `expand` and `as_strided` give.
+
+    Args:
+        tensor: strided, on any device.
+
+    Returns:
+        True where two elements may lie in one place of memory.
+    """
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride <= reach:
+            return True
+        reach += stride * (length - 1)
+    return False
 
 
 def other_names(model: nn.Module) -> dict[str, list[str]]:

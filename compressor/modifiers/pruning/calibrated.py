@@ -126,6 +126,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
             SchemeError: rows do not divide into runs of the pattern.
         """
         found = super().prunable(model)
+        self._check_alone(model, found)
         if self.pattern is not None:
             shapes = {name: tuple(weight_rows(module).shape) for name, module in found.items()}
             bad = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape[1] % self.pattern.of]
@@ -136,6 +137,17 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
                     "add them to ignore"
                 )
         return found
+
+    def _check_alone(self, model: nn.Module, found: Mapping[str, nn.Module]) -> None:
+        """Refuse a weight that several targets have: each meets inputs of its own, by which it would lose other values."""
+        owners = {id(module.get_parameter("weight")): name for name, module in found.items()}
+        for name, module in self.targeted(model).items():
+            owner = owners[id(module.get_parameter("weight"))]
+            if owner != name:
+                raise TargetError(
+                    f"{owner}: its weight is tied to {name}.weight, whose inputs are others, so that each would lose other values; add "
+                    "both to ignore, or untie the weights first"
+                )
 
     def targeted(self, model: nn.Module) -> dict[str, nn.Module]:
         """Resolve the targets: linear layers, and those inside of anything else that they name."""

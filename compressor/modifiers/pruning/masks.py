@@ -18,9 +18,14 @@ from torch import Tensor, nn
 from compressor.algorithms.pruning.magnitude import num_zeros, removed_share
 from compressor.errors import LifecycleError, TargetError
 from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
-from compressor.model.targets import check_patterns, loose_patterns, resolve_layers, share_values
+from compressor.model.targets import check_patterns, loose_patterns, overlaps_itself, resolve_layers, share_values
 from compressor.nn import QuantizedLayer
 from compressor.nn.quantized_linear import is_conv1d
+
+_MORE_ZEROS = (
+    "more would become zero than was asked for; add it to ignore, or give it memory of its own: "
+    "module.weight = nn.Parameter(module.weight.detach().clone(memory_format=torch.contiguous_format))"
+)
 
 
 class PruningModifier(Modifier):
@@ -121,7 +126,7 @@ class PruningModifier(Modifier):
 
         Raises:
             TargetError: a pattern matches nothing, or a module without a float weight of two dimensions or more, or with one that a
-                module outside of the targets shares, or shares the memory of.
+                module outside of the targets shares, or that shares memory with itself or another tensor.
         """
         found: dict[str, nn.Module] = {}
         seen: set[int] = set()
@@ -263,17 +268,23 @@ def _has_rows(module: nn.Module) -> bool:
 
 
 def _check_ties(model: nn.Module, pruned: Mapping[str, nn.Module], targets: Collection[nn.Module]) -> None:
-    """Refuse weights of which a module outside of the targets holds a part: it would lose that too, though nobody asked for it."""
+    """Refuse weights of which another tensor holds a part, or that hold one place twice: more would become zero than anybody asked for."""
     inside = {id(module) for module in targets}
     owners: dict[int, list[tuple[str, Tensor]]] = {}
     for name, module in pruned.items():
         weight = module.get_parameter("weight")
+        if overlaps_itself(weight):
+            raise TargetError(f"{name}: some values of its weight lie in one place of memory, and {_MORE_ZEROS}")
         owners.setdefault(weight.untyped_storage()._cdata, []).append((name, weight))
     for name, module in model.named_modules():
-        for key, tensor in () if id(module) in inside else (*module._parameters.items(), *module._buffers.items()):
+        is_target = id(module) in inside
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or tensor.layout is not torch.strided:
                 continue
-            owner = next((one for one, weight in owners.get(tensor.untyped_storage()._cdata, ()) if share_values(weight, tensor)), None)
+            others = [one for one in owners.get(tensor.untyped_storage()._cdata, ()) if not (is_target and one[1] is tensor)]
+            owner = next((one for one, weight in others if share_values(weight, tensor)), None)
+            if owner is not None and is_target:
+                raise TargetError(f"{owner}: its weight lies in the memory of {name}.{key}, and {_MORE_ZEROS}")
             if owner is not None:
                 raise TargetError(
                     f"{owner}: its weight is tied to {name}.{key}, which is no target and would be pruned with it; add {owner!r} to "

@@ -46,6 +46,16 @@ def zeros(weight: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", BOTH)
+def test_a_weight_that_two_targets_have_is_not_pruned_by_the_inputs_of_one(kind: Any) -> None:
+    model = llama()
+    first, second = (layer.mlp.up_proj for layer in model.model.layers)
+    second.weight = first.weight
+    with pytest.raises(TargetError, match=r"layers\.0\.mlp\.up_proj: its weight is tied to model\.layers\.1\.mlp\.up_proj\.weight"):
+        oneshot(model, recipe=kind(sparsity=0.5, **REST), dataset=IDS)
+    assert second.weight is first.weight and zeros(first.weight) == 0
+
+
+@pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("structure", ["0:0", "unstructured", "2:4"])
 def test_every_layer_gets_its_zeros(kind: Any, structure: str) -> None:
     model = llama()

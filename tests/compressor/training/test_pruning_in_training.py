@@ -275,6 +275,64 @@ def test_a_weight_whose_memory_a_module_outside_of_the_targets_shares_is_not_pru
         Session(State(model), [kind(targets=["0"], **settings)]).initialize()
 
 
+def _bias_in_the_weight(model):
+    rows = torch.randn(5, 4)
+    model[0].weight, model[0].bias = nn.Parameter(rows[1:]), nn.Parameter(rows[1])
+
+
+def _bias_across_the_weight(model):
+    rows = torch.randn(4, 4)
+    model[0].weight, model[0].bias = nn.Parameter(rows), nn.Parameter(rows[:, 2])
+
+
+def _one_row(model):
+    model[0].weight = nn.Parameter(torch.randn(1, 4).expand(4, 4))
+
+
+def _windows(model):
+    model[0].weight = nn.Parameter(torch.randn(7).unfold(0, 4, 1))
+
+
+def _transposed(model):
+    model[0].weight = nn.Parameter(model[1].weight.detach().t())
+
+
+def _rows_of_both(model):
+    rows = torch.randn(6, 4)
+    model[0].weight, model[1].weight = nn.Parameter(rows[:4]), nn.Parameter(rows[2:])
+
+
+def _another_parameter(model):
+    model[0].weight = nn.Parameter(model[1].weight.detach())
+
+
+@pytest.mark.parametrize("kind", [MagnitudePruningModifier, SparseGPTModifier])
+@pytest.mark.parametrize(
+    ("share", "told"),
+    [
+        (_bias_in_the_weight, r"^0: its weight lies in the memory of 0\.bias, and more would"),
+        (_bias_across_the_weight, r"^0: its weight lies in the memory of 0\.bias, and more would"),
+        (_one_row, r"^0: some values of its weight lie in one place"),
+        (_windows, r"^0: some values of its weight lie in one place"),
+        (_transposed, r"^1: its weight lies in the memory of 0\.weight"),
+        (_rows_of_both, r"^1: its weight lies in the memory of 0\.weight"),
+        (_another_parameter, r"^1: its weight lies in the memory of 0\.weight"),
+    ],
+)
+def test_weights_of_targets_that_share_memory_would_lose_more_than_was_asked(share, told, kind):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    share(model)
+    settings = {"sparsity": 0.5} if kind is SparseGPTModifier else {"final_sparsity": 0.5}
+    with pytest.raises(TargetError, match=told):
+        kind(**settings).prunable(model)
+
+
+def test_a_transposed_weight_of_its_own_is_pruned():
+    model = nn.Sequential(nn.Linear(4, 6, bias=False))
+    model[0].weight = nn.Parameter(torch.randn(8, 12)[1:5, ::2].t())
+    assert list(MagnitudePruningModifier(final_sparsity=0.5).prunable(model)) == ["0"]
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_halves_of_one_weight_side_by_side_are_two_weights(dim):
     halves = torch.randn(8, 8).chunk(2, dim)
