@@ -26,7 +26,7 @@ from compressor.model.checkpoints.save import RECORD_FILE
 from compressor.model.experts.format import plain_names
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import check_weight_files, one_line, read_config, read_json, resolve_folder, some, weight_files
-from compressor.model.loading.load import DTYPES, LOAD_ERRORS, quiet_transformers, resolve_class, resolve_device
+from compressor.model.loading.load import DTYPES, LOAD_ERRORS, quiet_transformers, read_generation_config, resolve_class, resolve_device
 from compressor.model.saving import attach_save
 from compressor.model.targets import matches, other_names, put_module
 from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
@@ -80,6 +80,7 @@ def load_compressed(
     config = read_config(folder)
     check_weight_files(folder)
     check_scheme_kept(folder, config)
+    generation_config = read_generation_config(folder)
     schemes, kv_cache_scheme = _quantization(config, folder)
     model = _empty_model(folder, config, model_class, trust_remote_code)
     unfuse_into(UnfusedModel(model), prove=False)  # there is nothing to run yet
@@ -93,7 +94,8 @@ def load_compressed(
     for name, rotation in rotations:
         rotation.attach(model.get_submodule(name))
     _fill(model, tensors, split, folder, config)
-    _read_generation_config(model, folder)
+    if generation_config is not None and hasattr(model, "generation_config"):
+        model.generation_config = generation_config
     set_matmul(model, matmul)
     attach_save(model, _record(folder))
     return model.to(resolve_device(device)).eval()
@@ -272,14 +274,6 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _read_generation_config(model: nn.Module, folder: Path) -> None:
-    if (folder / "generation_config.json").is_file() and hasattr(model, "generation_config"):
-        from transformers import GenerationConfig
-
-        with quiet_transformers():
-            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
 
 
 def _stored_keys(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from compressor.model.loading.load import (
     check_loading_info,
     load_tokenizer,
     quiet_transformers,
+    read_generation_config,
     remedy,
     resolve_class,
     resolve_dtype,
@@ -84,6 +85,7 @@ def load_empty(
     block = _fp8_block(folder, config)
     if block is None:
         check_not_quantized(config, str(folder))
+    read_generation_config(folder)
     tensors, scales = _split_scales(folder, read_headers(folder), block)
     wanted = resolve_dtype(dtype)
     with quiet_transformers():

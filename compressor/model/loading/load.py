@@ -37,7 +37,7 @@ from compressor.nn.layer import QuantizedLayer
 from compressor.spelling import nearest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
 _DEFAULT_CLASS = "AutoModelForCausalLM"
@@ -120,8 +120,7 @@ def load_model(
     config = read_config(folder if config_folder is None else Path(config_folder))
     check_not_quantized(config, str(folder))
     check_weight_files(folder)
-    if (folder / _GENERATION_FILE).exists():
-        read_json(folder / _GENERATION_FILE)  # transformers would put its defaults in the place of one that it cannot read
+    read_generation_config(folder)
     loader = resolve_class(model_class)
     with quiet_transformers():
         model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code, config_folder)
@@ -335,6 +334,31 @@ def check_loading_info(folder: Path, info: Mapping[str, Any], config: Mapping[st
             f"{folder}: {len(unexpected)} weights in its files have no place in the model ({some(unexpected)}) and would be lost; "
             f"name the class to load (config.json says model_class={wanted_class!r})"
         )
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """Read generation_config.json: transformers puts its defaults in the place of one that it cannot read, where it reads one at all.
+
+    Args:
+        folder: of a model.
+
+    Returns:
+        What it says; None where the folder holds none.
+
+    Raises:
+        ModelError: it cannot be read, or transformers takes it for none.
+    """
+    from transformers import GenerationConfig
+
+    path = folder / _GENERATION_FILE
+    if not path.exists():
+        return None
+    read_json(path)
+    try:
+        with quiet_transformers():
+            return GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except LOAD_ERRORS as error:
+        raise ModelError(f"{path}: transformers cannot read it ({one_line(error)}); restore the file") from error
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:

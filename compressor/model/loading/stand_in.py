@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from compressor.errors import ModelError
 from compressor.model.experts.unfuse import layout_of
 from compressor.model.folder import check_no_revision, check_not_quantized, one_line, read_config, resolve_folder
-from compressor.model.loading.load import LOAD_ERRORS, check_in_memory, load_model, quiet_transformers, remedy, resolve_class
+from compressor.model.loading.load import (
+    LOAD_ERRORS,
+    check_in_memory,
+    load_model,
+    quiet_transformers,
+    read_generation_config,
+    remedy,
+    resolve_class,
+)
 from compressor.random_state import random_numbers_kept
 
 # The shapes of a model without its weights: what a plan needs, in milliseconds for a model of any size.
@@ -48,6 +56,7 @@ def load_skeleton(
         return source
     folder = resolve_folder(source, revision, weights=False, code=trust_remote_code).path
     check_not_quantized(read_config(folder), str(folder))
+    read_generation_config(folder)
     loader = resolve_class(model_class)
     from transformers import AutoConfig
 

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compressor.errors import ModelError
+from compressor.model.checkpoints.load import load_compressed
 from compressor.model.checkpoints.save import save_checkpoint
+from compressor.model.loading.empty import load_empty
 from compressor.model.loading.load import load_model, resolve_device
+from compressor.model.loading.stand_in import load_skeleton
 from compressor.numerics import preset_scheme
 
 WEIGHTS = "model.safetensors"
@@ -181,6 +184,28 @@ def test_a_damaged_folder_is_refused_in_one_line(damage, source_dir, capfd):
     message = str(caught.value)
     assert "\n" not in message and "; " in message and message.startswith(str(source_dir))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "not valid JSON"),
+        (b'{"eos_token_id": 1', "not valid JSON"),
+        (b'{"eos_token_id"\xba 1}', "not valid JSON"),
+        (b"null", "holds a NoneType where an object is needed"),
+        (b"[]", "holds a list where an object is needed"),
+        (b'{"cache_implementation": "nope"}', "transformers cannot read it .ValueError: Invalid `cache_implementation`"),
+        (None, "cannot be read .Is a directory"),
+    ],
+)
+def test_a_damaged_generation_config_is_named_by_all_who_read_a_folder(content, told, source_dir):
+    path = source_dir / "generation_config.json"
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    for load in (load_model, load_empty, load_skeleton, load_compressed):
+        with pytest.raises(ModelError, match=told) as caught:
+            load(source_dir)
+        assert str(caught.value).startswith(f"{path}: ") and str(caught.value).endswith("; restore the file")
 
 
 @pytest.mark.parametrize("source", ["Llama-2-7b", "{tmp}/nowhere", "{tmp}/source/config.json"])
