@@ -29,7 +29,7 @@ from compressor.model.loading.empty import EmptyModel, load_empty
 from compressor.model.loading.load import resolve_device
 from compressor.model.targets import call_also
 from compressor.modifiers.quantization import QuantizationModifier
-from compressor.modifiers.schemes.targets import scheme_label
+from compressor.modifiers.schemes.targets import lost_notes, scheme_label
 from compressor.monitor import Lap, Monitor
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings
@@ -258,5 +258,5 @@ def _report(work: _Work, units: Sequence[Unit], done: Mapping[tuple[Kind, str], 
     spoilt = [one.name for one in done.values() if not one.is_finite]
     if spoilt:
         report.notes.append(f"{len(spoilt)} parameters that stay as they are hold NaN or infinity ({some(spoilt)})")
-    report.notes += work.reader_notes
+    report.notes += [*work.reader_notes, *lost_notes(report, report.modules)]
     return report

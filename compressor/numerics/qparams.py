@@ -56,14 +56,16 @@ def calculate_global_scale(min_vals: Tensor, max_vals: Tensor) -> Tensor:
         max_vals: largest values, same shape and dtype.
 
     Returns:
-        float32 [1]: 448 * 6 / largest absolute value; 1 where that is no number, as for a tensor of zeros.
+        float32 [1]: 448 * 6 / largest absolute value, at most the largest float32; 1 for a tensor of zeros, or where that is no number.
     """
     largest = torch.maximum(min_vals.abs().amax(), max_vals.abs().amax())
     scale = (FP8_MAX * FP4_MAX / largest.clamp(min=torch.finfo(largest.dtype).tiny)).to(torch.float32)
     # float16 ends at 65504: below 0.041 the quotient overflows, and compressed-tensors goes on without a global scale and its precision.
     wide = FP8_MAX * FP4_MAX / largest.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(scale.isinf(), wide, scale)
-    return scale.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0).reshape(1)
+    # Below 8e-36 that overflows, too: with 1 in its place, as in compressed-tensors, every weight would become zero.
+    scale = torch.where(largest == 0, torch.ones_like(scale), scale.clamp(max=torch.finfo(torch.float32).max))
+    return scale.nan_to_num(nan=1.0).reshape(1)
 
 
 def calculate_qparams(min_vals: Tensor, max_vals: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> QParams:

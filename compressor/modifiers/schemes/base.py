@@ -18,7 +18,7 @@ from compressor.lifecycle.state import StageValue
 from compressor.model.folder import some
 from compressor.modifiers.fallbacks import WithFallbacks
 from compressor.modifiers.schemes.input_statistics import InputHook, input_of, join_observers, observing, static_input_qparams
-from compressor.modifiers.schemes.targets import SchemeTargets
+from compressor.modifiers.schemes.targets import SchemeTargets, lost_notes
 from compressor.nn import from_buffers, replacement, weight_of
 from compressor.numerics import Observer, QParams, QuantizationScheme, calculate_global_scale, check_qparams, make_observer
 
@@ -119,10 +119,10 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
         self._attention = {}
 
     def on_finalize(self, state: State) -> bool:
-        """Refuse to finish while a targeted module is still a float layer."""
-        del state
+        """Refuse to finish while a targeted module is still a float layer; note what is lost."""
         if self._pending:
             raise CalibrationError(f"{type(self).__name__}: {some(self._pending)} are still uncompressed; run a calibration first")
+        state.report.notes += lost_notes(state.report, self._schemes)
         return True
 
     def stage_memory(self, modules: Sequence[str]) -> dict[str, StageValue]:

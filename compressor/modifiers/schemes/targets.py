@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import SchemeError, TargetError
-from compressor.lifecycle import PlannedModule
+from compressor.lifecycle import PlannedModule, Report
 from compressor.model.experts.unfuse import check_no_unknown_experts
 from compressor.model.folder import some
 from compressor.model.targets import closeness, loose_patterns, matches, owners_of_parameters, resolve_layers
@@ -20,6 +20,8 @@ from compressor.modifiers.schemes.settings import SchemeSettings
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme
 from compressor.numerics.packing import quantized_weight_bytes
+
+_LOST = 0.9  # relative squared error, 1 where all became zero; 2 bits have 0.3 to 0.6
 
 # Linear layers that are more than linear: a router that is a subclass of nn.Linear also chooses experts, and no quantized layer does.
 
@@ -216,6 +218,25 @@ def scheme_label(args: QuantizationArgs) -> str:
     label += f" {args.group_size}" if args.group_size and args.is_grouped else ""
     label += f" {args.block_structure[0]}x{args.block_structure[1]}" if args.block_structure else ""
     return label if args.symmetric else label + " asymmetric"
+
+
+def lost_notes(report: Report, names: Iterable[str]) -> list[str]:
+    """Name the modules of which next to nothing is left, such as one beside a much larger one with which it shares a global scale.
+
+    Args:
+        report: of the run.
+        names: of modules that were quantized.
+
+    Returns:
+        A sentence, or none.
+    """
+    lost = {name: error for name, error in report.errors(names).items() if error >= _LOST}
+    if not lost:
+        return []
+    return [
+        f"{len(lost)} modules are lost ({some(lost)}: relative error {max(lost.values()):.3g}): their format, or a scale that they share "
+        "with others, has no room for the sizes of their weights; ignore them, or give them another scheme"
+    ]
 
 
 def _is_kind(module: nn.Module, *, embeddings: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,24 @@ def test_every_architecture_gives_what_oneshot_gives(
     asked: dict[str, Any] = {"scheme": scheme, "ignore": ["lm_head"]}
     model_free(base(name), output_dir=tmp_path / "made", **asked)
     check_same(tmp_path / "made", expected(base(name), **asked))
+
+
+@pytest.mark.parametrize(
+    ("changed", "factor", "lost"),
+    [("mlp.gate_proj", 1e12, "layers.0.mlp.up_proj"), ("self_attn.q_proj", 1e-12, "layers.0.self_attn.q_proj"), ("mlp", 0.0, "")],
+)
+def test_a_layer_that_a_shared_scale_has_no_room_for_is_noted(
+    changed: str, factor: float, lost: str, base: Folders, expected: Expected, tmp_path: Path, check_same: Check
+) -> None:
+    """A layer of zeros loses nothing."""
+    folder = shutil.copytree(base("dense"), tmp_path / "base")
+    for shard in folder.glob("*.safetensors"):
+        scaled = {name: value * factor if f"layers.0.{changed}" in name else value for name, value in load_file(shard).items()}
+        save_file(scaled, shard, metadata={"format": "pt"})
+    model_free(folder, output_dir=tmp_path / "made", scheme="NVFP4A16", ignore="lm_head")
+    notes = [one for one in json.loads((tmp_path / "made" / "compression.json").read_text()).get("notes", []) if "lost" in one]
+    assert len(notes) == bool(lost) and all(re.search(rf"[1-9] modules are lost \(.*{lost}.*: relative error 1\)", one) for one in notes)
+    check_same(tmp_path / "made", expected(folder, scheme="NVFP4A16", ignore=["lm_head"]))
 
 
 @pytest.mark.filterwarnings("ignore:transformers")

@@ -228,6 +228,17 @@ def test_a_global_scale_fills_the_range_of_fp8_and_zeros_have_one() -> None:
     assert shared.global_scale is not None and shared.global_scale.tolist() == [7.0]
 
 
+@pytest.mark.parametrize("size", [3e-35, 8e-36, 7e-36, 1e-36, 1e-38, 2e-39])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_so_small_that_a_global_scale_overflows_do_not_become_zero(size: float, dtype: torch.dtype) -> None:
+    args = preset_scheme("NVFP4").weights
+    weight = (weight_of("normal", (8, 64), torch.float64) * size).to(dtype)
+    qparams = weight_qparams(weight, args)
+    check_qparams(qparams, "w", args)
+    values = dequantize(quantize(weight, qparams, args), qparams, args)
+    assert float((values.double() - weight.double()).norm() / weight.double().norm()) < 0.12
+
+
 def test_bad_global_scales_are_refused() -> None:
     args = preset_scheme("NVFP4").weights
     good = weight_qparams(torch.ones(2, 32), args)
