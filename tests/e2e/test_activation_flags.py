@@ -72,7 +72,7 @@ def test_activations_on_disk_change_no_byte_of_the_checkpoint(
 def test_too_little_memory_and_no_folder_is_refused_with_the_remedies(
     llama_dir: Path, tokens_file: Path, w4a16: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--engine", "graph", "--batch-size", "2", "--activation-memory", "30kB"]
+    flags = ["--engine", "graph", "--batch-size", "2", "--activation-memory", "20kB"]
     assert run(llama_dir, tokens_file, w4a16, tmp_path / "out", *flags) == 1
     error = capsys.readouterr().err
-    assert "sample 0 needs" in error and "30,000 bytes" in error and "name an offload_dir" in error
+    assert "sample 0 needs" in error and "20,000 bytes" in error and "name an offload_dir" in error
