@@ -158,8 +158,7 @@ def _hadamard_factors(size: int) -> list[Tensor]:
     order = _core_order(size)
     if order is None:
         raise NumericsError(
-            f"no Hadamard matrix of size {size} can be built from primes (orders are 1, 2 and multiples of 4); "
-            "choose a transform_block_size that divides it, such as a power of two, or transform_type: random-matrix"
+            f"no Hadamard matrix of size {size} can be built from primes (orders are 1, 2 and multiples of 4); make a random-matrix"
         )
     doublings = (size // order).bit_length() - 1
     outer = min(range(doublings + 1), key=lambda step: 2**step + (size >> step))  # equal sizes cost least

@@ -6,6 +6,7 @@ every forward. Nothing has to be known of the model: each layer takes back what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -104,12 +105,15 @@ class QuIPModifier(RotatingModifier):
 
     def _turns(self, state: State, side: str) -> list[Turn]:
         turns: dict[int, Turn] = {}
+        common = math.gcd(*(width for _, width in self.turned_online(state.model)))
         for name in self._names:
             rows, columns = weight_of(state.model.get_submodule(name)).shape
             width = columns if side == "v" else rows
             size = self.transform_block_size or width
             self.check_divides(size, width, name)
-            known = turns.get(size) or Turn(self.rotation(size, state.seed + (side == "u"), f"{side} of {name}"), (), (), side)
+            known = turns.get(size)
+            if known is None:
+                known = Turn(self.rotation(size, state.seed + (side == "u"), f"{side} of {name}", width=common), (), (), side)
             turned = replace(known, readers=(*known.readers, name)) if side == "v" else replace(known, writers=(*known.writers, name))
             turns[size] = turned
         return list(turns.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
-from compressor.algorithms.rotations import Rotation, RotationKind, make_rotation, rotation_flops
+from compressor.algorithms.rotations import Rotation, RotationKind, has_hadamard, make_rotation, rotation_flops
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.errors import CalibrationError, ModelError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, State
@@ -131,13 +132,14 @@ class RotatingModifier(Modifier):
         del modules
         return {}
 
-    def rotation(self, size: int, seed: int, what: str, *, keeps_mean: bool = False) -> Rotation:
+    def rotation(self, size: int, seed: int, what: str, *, width: int | None = None, keeps_mean: bool = False) -> Rotation:
         """Make a rotation of the type that was asked for.
 
         Args:
             size: B.
             seed: of what is random.
             what: is turned, for the error.
+            width: channels that blocks must divide; None where blocks are not to be chosen.
             keeps_mean: as for `make_rotation`.
 
         Returns:
@@ -147,10 +149,8 @@ class RotatingModifier(Modifier):
             RecipeError: there is none of this type and size.
         """
         kind = "random-hadamard" if self.randomize and self.transform_type == "hadamard" else self.transform_type
-        try:
-            return make_rotation(kind, size, seed=seed, keeps_mean=keeps_mean)
-        except NumericsError as error:
-            raise RecipeError(f"{self.label}: {what}: {error}") from error
+        self._check_size(size, width, what)
+        return make_rotation(kind, size, seed=seed, keeps_mean=keeps_mean)
 
     def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int]]:
         """Name the layers that turn what they are handed, or give, in every forward, as far as shapes and the config say.
@@ -176,15 +176,26 @@ class RotatingModifier(Modifier):
             RecipeError: there is no rotation of this type and size.
         """
         found: dict[str, float] = {}
-        for name, width in self.turned_online(model):
+        turned = list(self.turned_online(model))
+        common = math.gcd(*(width for _, width in turned))
+        for name, width in turned:
             size = self.transform_block_size or width
             self.check_divides(size, width, name)
-            try:
-                one = rotation_flops(self.transform_type, size)
-            except NumericsError as error:
-                raise RecipeError(f"{self.label}: {name}: {error}") from error
-            found[name] = found.get(name, 0.0) + width // size * one
+            self._check_size(size, common, name)
+            found[name] = found.get(name, 0.0) + width // size * rotation_flops(self.transform_type, size)
         return found
+
+    def _check_size(self, size: int, width: int | None, what: str) -> None:
+        """Refuse a size without a Hadamard matrix, and name a block size that has one, if any has."""
+        if self.transform_type == "random-matrix" or has_hadamard(size):
+            return
+        blocks = (block for block in range(width or 0, 1, -1) if (width or 0) % block == 0 and has_hadamard(block))
+        block = next(blocks, None)
+        instead = "" if block is None else f"transform_block_size: {block}, or "
+        raise RecipeError(
+            f"{self.label}: {what}: no Hadamard matrix of size {size} can be built from primes (orders are 1, 2 and multiples of 4); give "
+            f"{instead}transform_type: random-matrix"
+        )
 
     def check_outputs(self, state: State, before: Tensor, after: Tensor) -> None:
         """See that the weights as they were rounded compute what they did; a proof of the rule is another thing.

@@ -7,6 +7,7 @@ mean of a token's channels, so that it stays a model of its class. R4 turns the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
@@ -82,6 +83,8 @@ class SpinQuantModifier(RotatingModifier):
         check_written(self.mappings, self.norm_mappings)
         if (self.mappings is not None or self.norm_mappings is not None) and "R1" not in self.rotations:
             raise RecipeError("mappings: they are for R1, which rotations does not name; leave them out")
+        if self.transform_block_size is not None and not {"R1", "R4"} & set(self.rotations):
+            raise RecipeError("transform_block_size: R1 and R4 turn runs of channels, and rotations names neither; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -171,7 +174,7 @@ class SpinQuantModifier(RotatingModifier):
         block = self.transform_block_size or basis.size
         if basis.size % block:
             raise RecipeError(f"{self.label}: transform_block_size={block} does not divide the {basis.size} channels; give one that does")
-        rotation = self.rotation(block, state.seed, "R1", keeps_mean=basis.keeps_mean)
+        rotation = self.rotation(block, state.seed, "R1", width=basis.size, keeps_mean=basis.keeps_mean)
         norms = [pair.source for pair in basis.norms if not has_biases(state.model, pair.readers)]  # they keep their bias, turned
         readers = [*basis.readers, *(name for pair in basis.norms for name in pair.readers)]
         return [Turn(rotation, (*basis.writers, *norms), tuple(readers))]
@@ -199,11 +202,11 @@ class SpinQuantModifier(RotatingModifier):
         except TargetError as error:
             raise TargetError(f"{self.label}: R4: {error}; leave R4 out") from error
         turns: dict[int, Turn] = {}
-        for name in names:
-            width = weight_of(state.model.get_submodule(name)).shape[1]
+        widths = {name: weight_of(state.model.get_submodule(name)).shape[1] for name in names}
+        for name, width in widths.items():
             size = self.transform_block_size or width
             self.check_divides(size, width, name)
-            known = turns.get(size) or Turn(self.rotation(size, state.seed, "R4"), (), (), "R4")
+            known = turns.get(size) or Turn(self.rotation(size, state.seed, "R4", width=math.gcd(*widths.values())), (), (), "R4")
             turns[size] = replace(known, readers=(*known.readers, name))
         return list(turns.values())
 

@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.transform import TransformConfig, apply_transform_config
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from compressor import GPTQModifier, QuantizationModifier, QuIPModifier, SpinQuantModifier, load_compressed, oneshot
 from compressor.algorithms.rotations import Rotation, make_rotation, rotation_of
@@ -27,7 +27,7 @@ from compressor.nn.online_rotation import OnlineRotation, rotated_modules
 from compressor.recipe import load_recipe
 from harness.traceability.architectures import zoo
 from tests.compressor.mappings.test_residual_basis import roughened
-from tests.compressor.modifiers.test_spinquant import GROUPS, IDS, MODELS, difference, llama, logits, moe
+from tests.compressor.modifiers.test_spinquant import GROUPS, IDS, MODELS, SIZE, difference, llama, logits, moe
 
 R4 = SpinQuantModifier(rotations=["R4"])
 QUIP = QuIPModifier(rotations=["v", "u"], transform_type="hadamard")
@@ -242,6 +242,28 @@ def test_what_cannot_be_done_is_refused_and_the_model_is_as_it_was(recipe: Any, 
     with pytest.raises(error, match=why):
         oneshot(model, recipe=[one.model_copy(deep=True) for one in recipe])
     assert torch.equal(logits(model), before) and not rotated_modules(model)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "modifier", "advice"),
+    [
+        ({"hidden_size": 36, "num_attention_heads": 6}, SpinQuantModifier(rotations=["R2"]), {}),
+        ({"hidden_size": 36, "num_attention_heads": 6}, SpinQuantModifier(rotations=["R1", "R2"], transform_block_size=2), {}),
+        ({"hidden_size": 18, "num_attention_heads": 9}, SpinQuantModifier(rotations=["R1"]), {"transform_block_size": 2}),
+        ({"intermediate_size": 48}, SpinQuantModifier(rotations=["R4"], transform_block_size=3), {"transform_block_size": 48}),
+        ({"intermediate_size": 35}, SpinQuantModifier(rotations=["R4"]), {}),
+        ({"intermediate_size": 50}, QuIPModifier(rotations=["v", "u"], transform_type="hadamard"), {"transform_block_size": 2}),
+    ],
+)
+def test_what_is_advised_where_there_is_no_hadamard_matrix_helps(sizes: Any, modifier: Any, advice: Any) -> None:
+    heads = sizes.get("num_attention_heads", 4)
+    config = LlamaConfig(**SIZE | sizes | {"num_key_value_heads": heads, "num_hidden_layers": 1})
+    with pytest.raises(RecipeError, match=r"no Hadamard matrix of size \d+ can") as told:
+        oneshot(LlamaForCausalLM(config), recipe=modifier.model_copy(deep=True))
+    given = "".join(f"{key}: {value}, or " for key, value in advice.items())
+    assert str(told.value).endswith(f"; give {given}transform_type: random-matrix")
+    for way in ({"transform_type": "random-matrix"}, *([advice] if advice else [])):
+        oneshot(LlamaForCausalLM(config), recipe=modifier.model_copy(update=way, deep=True))
 
 
 def test_a_tied_head_is_refused_and_a_model_that_is_none_of_transformers() -> None:

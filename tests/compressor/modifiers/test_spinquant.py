@@ -187,6 +187,7 @@ def test_what_cannot_be_done_is_refused_and_the_model_is_as_it_was(recipe: Any, 
         ({"mappings": {"attn_x": "lm_head"}}, "'attn_x' is no role; choose from embedding"),
         ({"mappings": []}, "mappings: .* is none"),
         ({"norm_mappings": [{"norm": "model.norm"}]}, "norm_mappings: .* is none"),
+        ({"rotations": ["R2"], "transform_block_size": 2}, "R1 and R4 turn runs of channels, and rotations names neither; leave it out"),
         ({"rotations": ["R2"], "norm_mappings": [{"norm": "a", "linears": "b"}]}, "they are for R1"),
     ],
 )
