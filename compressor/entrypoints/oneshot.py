@@ -24,7 +24,7 @@ from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoints.audit import check_values
-from compressor.model.checkpoints.save import MAX_SHARD_BYTES, save_checkpoint
+from compressor.model.checkpoints.save import MAX_SHARD_BYTES, save_checkpoint, saved_state
 from compressor.model.class_readers import buffer_notes, check_readable, module_notes, reading_notes
 from compressor.model.disk_room import check_room
 from compressor.model.evaluation import check_dtypes_around
@@ -360,6 +360,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
     kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]
     if to_disk:
         check_readable(schemes, state.model, kv[0] if kv else None)
+        saved_state(state.model)
     if not place.may_be_done:
         check_room(state.model, schemes, place.output_dir, place.run_dir)
     odd = module_notes(state.model) if state.keep_originals else []

@@ -144,8 +144,8 @@ def _class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) ->
 def check_class_builds(model: nn.Module) -> None:
     """Refuse a model in memory that is built otherwise than its class builds it from its config, for nobody could load its checkpoint.
 
-    A layer taken out, a wrapped projection, an added bias or buffer stands in no config.json: `from_pretrained` fills what it misses with
-    random numbers, leaves out what it does not know, and warns at most.
+    A layer taken out, a wrapped projection, an added bias, buffer or extra state stands in no config.json: `from_pretrained` fills what
+    it misses with random numbers, leaves out what it does not know, and warns at most.
 
     Args:
         model: compressed or not. Of what is no model of transformers, or cannot be built from its config, nothing is known.
@@ -281,13 +281,14 @@ def class_twin(model: nn.Module, settings: Mapping[tuple[str, ...], Any] | None 
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Shapes of the parameters and of the buffers that are saved with them."""
-    return {
+    """Shapes of the parameters, of the buffers that are saved with them, and of what else the model saves (`get_extra_state`, hooks)."""
+    found = {
         f"{name}.{key}".lstrip("."): tensor.shape
         for name, module in model.named_modules(remove_duplicate=False)
         for key, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and key not in module._non_persistent_buffers_set
     }
+    return found | {key: getattr(value, "shape", torch.Size()) for key, value in model.state_dict().items() if key not in found}
 
 
 def check_tied_config(model: nn.Module, names: Collection[str]) -> None:

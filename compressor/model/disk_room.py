@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.errors import CheckpointError
 from compressor.nn import weight_of
@@ -77,8 +77,8 @@ def _check(*files: tuple[Path | None, int]) -> None:
 
 
 def _model_bytes(model: nn.Module) -> int:
-    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in model.state_dict().values()}
-    return sum(storages.values())
+    tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]  # an extra state may be anything
+    return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}.values())
 
 
 def _weight_bytes(module: nn.Module) -> int:

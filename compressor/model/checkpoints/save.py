@@ -90,7 +90,7 @@ def save_checkpoint(
     """
     target = check_output_dir(output_dir, source=source_dir, beside_others=beside_others)
     max_shard_bytes = _shard_bytes(max_shard_bytes)
-    state = _state(model)
+    state = saved_state(model)
     audit_qparams(model, schemes)
     transformers_model = as_pretrained(model)
     described = config_of(model, schemes) if transformers_model is None else None
@@ -192,7 +192,18 @@ def as_pretrained(model: nn.Module) -> PreTrainedModel | None:
     return model if transformers is not None and isinstance(model, transformers.PreTrainedModel) else None
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a checkpoint holds of a model.
+
+    Args:
+        model: not changed.
+
+    Returns:
+        Name in the model to tensor.
+
+    Raises:
+        CheckpointError: an entry of its state is no tensor, or has no values.
+    """
     state = model.state_dict()
     unfit = [name for name, value in state.items() if not isinstance(value, Tensor) or value.is_meta]
     if unfit:

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from compressor import load_compressed, oneshot
-from compressor.errors import ModelError, SchemeError, TargetError
+from compressor import QuantizationModifier, load_compressed, oneshot
+from compressor.errors import CheckpointError, ModelError, SchemeError, TargetError
 from compressor.model.checkpoints.save import save_checkpoint
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
@@ -414,6 +414,37 @@ def _nothing(model) -> None:
     model.resize_token_embeddings(130)
 
 
+class _Extra(nn.Module):
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def _extra_state(model):
+    model.model.layers[1].extra = _Extra({"a": 1})
+
+
+def _extra_tensor(model):
+    model.model.layers[1].extra = _Extra(torch.ones(2))
+
+
+def _entry_of_a_hook(model):
+    model.register_state_dict_post_hook(lambda module, state, prefix, metadata: state.update(more_of_it=torch.ones(2)))
+
+
+def test_an_extra_state_that_no_file_holds_is_refused_before_anything_is_compressed(tmp_path):
+    model = nn.Sequential(nn.Linear(128, 32), _Extra({"a": 1}))
+    with pytest.raises(CheckpointError, match=r"1 entries of the state are no tensors with values \(1._extra_state\)"):
+        oneshot(model, recipe=QuantizationModifier(scheme="W8A16"), output_dir=tmp_path / "out")
+    assert type(model[0]) is nn.Linear and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("change", "named"), [
     (_epsilon, r"input_layernorm\.variance_epsilon is 1e-06, not 0\.5"), (_activation, "layers.1.mlp.act_fn is a GELU, not a SiLU"),
     (_forward, "layers.1.forward was replaced"), (_nothing, None), (_unsaved_buffer, None)
@@ -430,6 +461,8 @@ def test_what_no_file_can_hold_of_a_model_in_memory_is_said(change, named, tmp_p
 @pytest.mark.parametrize(("change", "named"), [
     (_wrap, "q_proj.base.weight"), (_cut, "layers.1.input_layernorm.weight"), (_bias, "down_proj.bias"), (_buffer, "tokens_seen"),
     (_buffer_of_a_layer, r"layers\.1\.mlp\.up_proj\.step"), (_buffer_of_another_size, r"layers\.1\.counts"),
+    (_extra_state, r"layers\.1\.extra\._extra_state"), (_extra_tensor, r"layers\.1\.extra\._extra_state"),
+    (_entry_of_a_hook, "more_of_it"),
 ])  # fmt: skip
 def test_a_model_built_otherwise_than_its_config_is_not_saved_but_may_stay_in_memory(change, named, tmp_path):
     model = _two_layers()
