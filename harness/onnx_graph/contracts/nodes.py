@@ -74,7 +74,8 @@ class NumericEqual(Contract):
     Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew, and once
     all open sizes are others. What the exported graph refuses keeps its first values, and a note names what had the same values or size
     throughout; what it takes and the optimized graph refuses is a violation. Under `golden` all floats are
-    large at once in one more drawing, where rounding grows: the limit is then what inputs that moved by one rounding leave, less 20 dB.
+    large at once, over each of these masks and flags, and over masks of two ones a row and of two zeros. Rounding grows there: the limit
+    is then what inputs that moved by one rounding leave, less 20 dB.
     Outputs are compared in their order: a name that moved to another output is a violation, a new name is a note, for exporters number
     outputs that nobody names.
 
@@ -138,7 +139,8 @@ class NumericEqual(Contract):
             if len(values) > 1 and all(_is_same(values[0], other) for other in values[1:]):
                 pair.notes.append(f"{self.name}: output {name} did not change with the inputs that were drawn, so it says little of them")
         judged = [self._judge(pair, several) for several in zip(*rows, strict=True)]
-        return [finding for finding in judged if finding is not None] or self._at_full_size(pair, first, after)
+        found = [finding for finding in judged if finding is not None]
+        return found or self._at_full_size(pair, [inputs for inputs, _ in drawings if _is_as_large(inputs, first)], after)
 
     def _drawings(self, pair: Pair, first: Mapping[str, np.ndarray]) -> list[Drawing]:
         """Draw again. Of a drawing that the exported graph refuses, what it takes is kept."""
@@ -161,27 +163,27 @@ class NumericEqual(Contract):
             pair.notes.append(f"{self.name}: open sizes were not varied, as {_BEFORE} refuses the others that were tried: {shown}")
         return drawings
 
-    def _at_full_size(self, pair: Pair, first: Mapping[str, np.ndarray], after: Session) -> list[Finding]:
+    def _at_full_size(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], after: Session) -> list[Finding]:
         """All floats large at once. Rounding grows there, so the limit is what inputs that moved by one rounding leave, less a margin."""
-        large = full_size_inputs(pair.before, first, self._seed)
-        if large is None or self._inputs is not None or self._policy is not POLICIES["golden"]:
+        if self._inputs is not None or self._policy is not POLICIES["golden"]:
             return []
-        before = Session(pair.before, self._policy, _BEFORE)
-        try:
-            expected, moved = before.run(large), before.run(nudged(large, self._seed))
-        except GraphRefused:
-            pair.notes.append(f"{self.name}: inputs that are all large were not looked at; the exported graph refuses them")
-            return []
-        names = [value.name for value in pair.before.graph.output]
-        rounding, rows = output_rows(names, expected, moved), output_rows(names, expected, after.run(large))
-        found = []
-        for own, row in ((own, row) for pairs in zip(rounding, rows, strict=True) for own, row in zip(*pairs, strict=False)):
-            limit = min(self._policy.min_sqnr_db, own.sqnr_db - _ROUNDING_MARGIN_DB)
-            if own.changed or limit < _LEAST_DB:
-                pair.notes.append(f"{self.name}: output {own.name} says nothing where all inputs are large: rounding decides it")
-            elif row.wrong(limit):
-                found.append(self.violated(f"{row.text(limit)}, where all inputs are large"))
-        return found
+        before, found = Session(pair.before, self._policy, _BEFORE), []
+        names, said = [value.name for value in pair.before.graph.output], set[str]()
+        for large in full_size_inputs(pair.before, drawn, self._seed):
+            try:
+                expected, moved = before.run(large), before.run(nudged(large, self._seed))
+            except GraphRefused:
+                said.add(f"{self.name}: inputs that are all large were not looked at; the exported graph refuses them")
+                continue
+            rounding, rows = output_rows(names, expected, moved), output_rows(names, expected, after.run(large))
+            for own, row in ((own, row) for pairs in zip(rounding, rows, strict=True) for own, row in zip(*pairs, strict=False)):
+                limit = min(self._policy.min_sqnr_db, own.sqnr_db - _ROUNDING_MARGIN_DB)
+                if own.changed or limit < _LEAST_DB:
+                    said.add(f"{self.name}: output {own.name} says nothing where all inputs are large: rounding decides it")
+                elif row.wrong(limit):
+                    found.append(self.violated(f"{row.text(limit)}, where all inputs are large"))
+        pair.notes.extend(sorted(said))
+        return found[:1]
 
     def _judge(self, pair: Pair, drawings: Sequence[Sequence[OutputRow]]) -> Finding | None:
         """One output on every drawing. One that says nothing on some is judged by the others."""

@@ -6,7 +6,7 @@ Drawn with integers only, which are the same on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,21 +127,32 @@ def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: 
         yield {name: _again(values[name], array, draw, limits.get(name), name in off, number) for name, array in first.items()}
 
 
-def full_size_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray] | None:
+def full_size_inputs(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.ndarray]], seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
     """Draw inputs whose floats are all large at once, in [-16, 16): where scores outgrow a mask that is too soft, or overflow.
 
     Args:
         model: not modified.
-        first: as they were drawn before; what is no float stays.
+        drawn: as they were drawn before; what is no float stays.
         seed: of the draw.
 
-    Returns:
-        Name to array; None where no input is a float.
+    Yields:
+        Name to array, of each drawing, and with masks of two ones a row and of two zeros; nothing where no input is a float.
     """
-    draw, limits = np.random.default_rng(seed + 2), id_limits(model)
+    draw, limits, first = np.random.default_rng(seed + 2), id_limits(model), drawn[0]
     floats = [name for name, one in first.items() if _is_float(one.dtype) and not _is_mask(name, one.dtype) and name not in limits]
-    large = {name: (4 * _steps(first[name].shape, draw)).astype(first[name].dtype) for name in floats}
-    return {**first, **large} if floats else None
+    masks = {name: _two(one) for name, one in first.items() if _is_mask(name, one.dtype) and one.ndim and one.shape[-1] > 2}
+    sparse = [{**first, **masks}, {**first, **{name: 1 - one for name, one in masks.items()}}] if masks else []
+    for inputs in [*drawn, *sparse] if floats else []:
+        kept = {name: one.astype(first[name].dtype) for name, one in inputs.items()}
+        yield kept | {name: (4 * _steps(first[name].shape, draw)).astype(first[name].dtype) for name in floats}
+
+
+def _two(like: np.ndarray) -> np.ndarray:
+    """Zeros, and in each row ones at the first place, which is all that a causal mask leaves, and at one more."""
+    rows = np.zeros((like.size // like.shape[-1], like.shape[-1]), np.int8)
+    at = np.arange(len(rows))
+    rows[:, 0] = rows[at, 1 + at % (rows.shape[1] - 1)] = 1
+    return rows.reshape(like.shape)
 
 
 def nudged(inputs: Mapping[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:

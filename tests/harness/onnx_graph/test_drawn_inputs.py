@@ -57,6 +57,34 @@ def test_what_large_inputs_alone_reach_is_seen() -> None:
     assert NumericEqual(inputs=given).check(model, other).holds
 
 
+LOW = "a = Abs(x) k = Transpose<perm = [0, 2, 1]>(a) p = MatMul(a, k) n = Neg(p) s = Mul(n, small)"  # all below a soft fill where large
+BOTH = "k = Transpose<perm = [0, 2, 1]>(x) p = MatMul(x, k) s = Mul(p, small)"  # what is hidden above the others by more than is taken off
+SOFTENED = {
+    "true keeps": ("bool[2, 1, 7] m", f"{LOW} r = Where(m, s, far)"),
+    "true hides": ("bool[2, 1, 7] hidden", f"{LOW} r = Where(hidden, far, s)"),
+    "integers": ("int64[2, 1, 7] attention_mask", f"{BOTH} f = Cast<to = 1>(attention_mask) i = Sub(one, f) b = Mul(i, far) r = Add(s, b)"),
+    "floats": ("float[2, 1, 7] padding_mask", f"{BOTH} i = Sub(one, padding_mask) b = Mul(i, far) r = Add(s, b)"),
+    "a flag hides": ("bool[1] keep", f"{LOW} h = Or(keep, even) r = Where(h, s, far)"),
+}
+
+
+def _masked(given: str, text: str, far: float) -> onnx.ModelProto:
+    """Attention of two sentences of seven tokens."""
+    body = f"{text} w = Softmax(r) y = MatMul(w, x)"
+    made = parser.parse_graph(f"g (float[2, 7, 16] x, {given}) => (float[2, 7, 16] y) {{ {body} }}")
+    held = {"far": np.float32(far), "one": np.float32(1), "small": np.float32(0.2), "even": np.arange(7) % 2 == 0}
+    made.initializer.extend(numpy_helper.from_array(np.asarray(one), name) for name, one in held.items() if name in body)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+@pytest.mark.parametrize("mask", SOFTENED)
+def test_a_mask_that_large_scores_outgrow_is_seen_whatever_its_type(mask: str) -> None:
+    """Of either polarity: as the large drawing has the holes of the others, and their flags."""
+    sound, soft = (_masked(*SOFTENED[mask], far) for far in (-1e9, -100.0))
+    assert NumericEqual().check(sound, sound).holds
+    assert NumericEqual().check(sound, soft).holding is Holding.VIOLATED
+
+
 def test_where_rounding_decides_large_inputs_say_nothing() -> None:
     """Exported by one program and another: sums of another order, whose rounding a sine makes as large as its output."""
     first = "p = Mul(x, x) s = ReduceSum(p) a = Mul(s, s) b = Mul(a, s) y = Sin(b)"
