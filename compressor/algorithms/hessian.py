@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import NumericsError
-from compressor.numerics.part_sums import PartSum
+from compressor.numerics.part_sums import PartSum, check_mean_squares
 
 MAX_PANELS = 8
 MIN_PANEL_COLUMNS = 192
@@ -102,12 +102,7 @@ class Hessian:
             H_CC[stop:, start:stop] = panel[:, stop - start :].t()
             H_CC[start:stop, start:stop] = block + block.triu(1).t()
         H_CC.mul_(2.0 / self.num_tokens)
-        # A NaN or infinite input always reaches its own diagonal entry.
-        if not bool(torch.isfinite(H_CC.diagonal()).all()):
-            raise NumericsError(
-                f"{name}: its calibration inputs hold NaN or infinity, or are too large to be squared in float32; check the model "
-                "in its own dtype on this data"
-            )
+        check_mean_squares(H_CC.diagonal(), name)  # which a NaN or infinite input always reaches
         return H_CC
 
     def _zeros(self, rows: int, columns: int) -> Tensor:

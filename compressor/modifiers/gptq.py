@@ -248,7 +248,10 @@ class GPTQModifier(SchemeModifier):
         args = self._schemes[names[0]].weights
         assert args is not None
         if not hessian_CC.diagonal().any():
-            return [self._round(name, "dead_input", f"its input was zero on all {num_tokens} calibration tokens") for name in names]
+            return [
+                self._round(name, "dead_input", f"its input was zero, or below 1e-22, on all {num_tokens} calibration tokens")
+                for name in names
+            ]
         weights = [weight_of(self._pending[name]) for name in names]
         try:
             solved, num_dead = quantize_gptq(

@@ -60,6 +60,8 @@ class QuantizationModifier(TrainingModifier):
             self.fall_back(state, name, "no_tokens", "no calibration token reached it, so its errors are not weighed by inputs")
             args = args.model_copy(update={"observer": "mse", "observer_kwargs": {}})
         importance_C = seen.value() if seen is not None and seen.num_tokens else None
+        if importance_C is not None and not bool(importance_C.any()):
+            self.fall_back(state, name, "dead_input", "its input was zero, or below 1e-22, so its errors are not weighed by inputs")
         kept_RG = state.kept_ranges.get(name)
         qparams = trained or weight_qparams(weight, args, name, self.global_scale(name), importance_C=importance_C, kept_RG=kept_RG)
         rounded = round_to_nearest(weight, qparams, args)

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from compressor.errors import NumericsError, SchemeError
+from compressor.numerics.part_sums import check_mean_squares
 from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, range_qparams
 from compressor.numerics.quantize import check_groups, fake_quantize
 from compressor.numerics.scheme import QuantizationArgs
@@ -278,11 +279,7 @@ def _importance(importance_C: Tensor | None, groups_nS: Tensor, args: Quantizati
         return None
     if importance_C is None:
         raise SchemeError(f"{name}: imatrix_mse weighs errors by inputs, and of this weight's inputs nothing is known; use 'mse'")
-    if not bool(importance_C.isfinite().all()):
-        raise NumericsError(
-            f"{name}: its calibration inputs hold NaN or infinity, or are too large to be squared in float32; check the model in its "
-            "own dtype on this data"
-        )
+    check_mean_squares(importance_C, name)
     mean = importance_C.double().mean()
     even = torch.ones_like(importance_C, dtype=torch.float64)
     return (importance_C.double() / mean if float(mean) > 0 else even).reshape(-1, groups_nS.shape[-1])

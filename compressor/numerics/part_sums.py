@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
+
+from compressor.errors import NumericsError
 
 NUM_PARTS = 8
 MIN_TOKENS_SHARED = 512 * NUM_PARTS  # of all samples; fewer are one part, for which one sum does
 _MOST_SUMS: Mapping[int, int] = MappingProxyType({1: 3, 2: 2, 4: 2, 8: 1})  # alive in each of so many processes
+_LEAST = torch.finfo(torch.float32).tiny  # of squares: those below have fewer bits
 
 Span = tuple[int, int]  # first part, and the one behind the last
 # The order of additions, shortest spans first: a span of parts is the sum of what lies before a part and what lies from it on.
@@ -122,3 +126,26 @@ def _added(nodes: Mapping[Span, Tensor], span: Span) -> Tensor | None:
     if left is None or right is None:
         return right if left is None else left
     return left.add_(right)
+
+
+def check_mean_squares(mean_C: Tensor, name: str) -> None:
+    """Refuse inputs whose squares float32 does not hold, or holds with few bits; where all are zero, nothing is said.
+
+    Args:
+        mean_C: [C] float32, mean of x^2 over tokens, or a multiple of it.
+        name: of the module, for errors.
+
+    Raises:
+        NumericsError: NaN or infinity among them, or the largest lies next to the end of float32.
+    """
+    largest = mean_C.max()  # NaN, too, where there is any
+    if not bool(largest.isfinite()):
+        raise NumericsError(
+            f"{name}: its calibration inputs hold NaN or infinity, or are too large to be squared in float32; check the model in its own "
+            "dtype on this data"
+        )
+    if 0 < float(largest) < _LEAST:
+        raise NumericsError(
+            f"{name}: its calibration inputs are too small to be squared in float32 (largest mean {float(largest):.1e}); scale the layer "
+            "before it up and its weight down, or ignore it"
+        )

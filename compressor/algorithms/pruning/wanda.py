@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compressor.algorithms.pruning.magnitude import Pattern, num_zeros
 from compressor.errors import NumericsError
+from compressor.numerics.part_sums import check_mean_squares
 
 
 def scores(weight_RC: Tensor, mean_square_C: Tensor, name: str = "weight") -> Tensor:
@@ -26,8 +27,10 @@ def scores(weight_RC: Tensor, mean_square_C: Tensor, name: str = "weight") -> Te
         [R, C] float32.
 
     Raises:
-        NumericsError: NaN or infinity in either, or in a product.
+        NumericsError: NaN or infinity in either, or in a product, or inputs too small to be squared in float32.
     """
+    if mean_square_C.isfinite().all():
+        check_mean_squares(mean_square_C, name)
     found = weight_RC.float().abs() * mean_square_C.sqrt()
     if not bool(torch.isfinite(found).all()):
         raise NumericsError(

@@ -283,7 +283,7 @@ def dead_input(num_tokens: int) -> tuple[str, str]:
     Returns:
         Its kind, and what happened.
     """
-    return "dead_input", f"its input was zero on all {num_tokens} calibration tokens"
+    return "dead_input", f"its input was zero, or below 1e-22, on all {num_tokens} calibration tokens"
 
 
 def _layers(names: Iterable[str]) -> dict[str, list[str]]:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from compressor.algorithms.hessian import Hessian
+from compressor.algorithms.pruning.wanda import prune_wanda
 from compressor.errors import NumericsError
+from compressor.numerics import QuantizationArgs, weight_qparams
 
 
 def tokens(count: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -48,3 +50,19 @@ def test_a_bad_input_names_the_module(bad: float) -> None:
 def test_no_tokens_is_an_error() -> None:
     with pytest.raises(NumericsError, match=r"0 calibration tokens"):
         Hessian(3).matrix("m")
+
+
+@pytest.mark.parametrize("size", [1e-19, 1e-20, 1e-21])
+def test_inputs_too_small_to_be_squared_are_told_from_zeros(size: float) -> None:
+    x, weight = tokens(16, 32) * size, torch.ones(4, 32)
+    hessian = Hessian(32)
+    hessian.add(x)
+    mean_C = x.square().mean(0)
+    weighed = QuantizationArgs(num_bits=4, observer="imatrix_mse", group_size=16)
+    for look in (
+        lambda: hessian.matrix("m"),
+        lambda: prune_wanda(weight, mean_C, 0.5, name="m"),
+        lambda: weight_qparams(weight, weighed, "m", importance_C=mean_C),
+    ):
+        with pytest.raises(NumericsError, match=r"^m: its calibration inputs are too small to be squared in float32 .*; scale"):
+            look()

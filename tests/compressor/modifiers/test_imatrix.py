@@ -129,3 +129,12 @@ def test_an_expert_that_no_token_reaches_is_an_error_unless_allowed() -> None:
     with pytest.raises(CalibrationError, match="its errors are not weighed by inputs; the recipe allows fallback_budget=0"):
         run(0)
     assert {fallback.kind for fallback in run(100).fallbacks} == {"no_tokens"}
+
+
+def test_a_layer_whose_input_is_zero_is_a_fallback() -> None:
+    model = llama()
+    model.model.layers[1].mlp.up_proj.weight.data.zero_()
+    with pytest.raises(CalibrationError, match=r"layers\.1\.mlp\.down_proj: its input was zero, or below 1e-22, so its errors are not"):
+        oneshot(model, recipe=QuantizationModifier(config_groups=groups(), ignore=["lm_head"]), dataset=IDS)
+    allowed = QuantizationModifier(config_groups=groups(), ignore=["lm_head"], fallback_budget=1)
+    assert [one.kind for one in oneshot(model, recipe=allowed, dataset=IDS).report.fallbacks] == ["dead_input"]
