@@ -162,6 +162,7 @@ def test_the_uncompressed_model_runs_beside_and_makes_a_difference() -> None:
     assert torch.equal(found["base"][first], found["propagated"][first])  # nothing was pruned before it
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("passes", ["one", "two"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(kind: Any, passes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

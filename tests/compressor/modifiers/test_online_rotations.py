@@ -127,6 +127,7 @@ def test_the_end_of_an_mlp_is_found_where_the_first_token_is_zero_everywhere() -
     assert found == tuple(f"model.layers.{index}.mlp.down_proj" for index in range(model.config.num_hidden_layers))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("modifier", [RECIPES["all"], RECIPES["QuIP"]], ids=["R4", "QuIP"])
 def test_a_resumed_run_turns_alike(modifier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llama().save_pretrained(tmp_path / "base")

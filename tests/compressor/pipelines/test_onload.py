@@ -141,6 +141,7 @@ def test_every_stage_computes_on_the_device_and_gives_the_same_bytes(
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in result.model.modules())
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     plain: Callable[[str], dict[str, bytes]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -216,6 +216,7 @@ def test_a_modifier_that_was_ended_and_watches_nothing_passes() -> None:
     assert report.records[-1].outcome is Outcome.PASS, report.to_text()
 
 
+@pytest.mark.nightly
 def test_right_ones_pass_on_a_llama() -> None:
     batch = {"input_ids": torch.arange(8).reshape(1, 8)}
     report = verify(Halves, _llama(), inputs=[batch], checks=["lifecycle.completes", "lifecycle.repeatable", "lifecycle.nothing_left"])

@@ -116,6 +116,7 @@ def test_an_end_that_is_not_given_or_not_reached_is_tried_all_the_same(times: di
     assert f"with start={begin} and end={begin + 1}, 1 hooks are on the model after on_end" in summary
 
 
+@pytest.mark.nightly
 def test_hooks_that_watch_a_training_pass() -> None:
     for check in ("hooks_watch", "nothing_left", "surroundings", "claims"):
         outcome, summary = outcome_of(Watches, check)

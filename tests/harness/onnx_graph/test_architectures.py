@@ -104,6 +104,7 @@ def test_roles_survive_every_optimizer_in_both_exporters(name: str, exporter: st
     _check(name, exporter, [optimizer for optimizer, one in OPTIMIZERS.items() if one.installed])
 
 
+@pytest.mark.nightly
 def test_default_settings_fuse_some_architectures_and_explain_finds_the_skips() -> None:
     exported = _exported("ViTModel", "torchscript")
     assert census(optimize(exported.model, "onnxsim")).counts == {"FUSED": 2}

@@ -14,6 +14,7 @@ from harness.nightly.history import History
 from harness.nightly.judging.simulation import NOISES, PLANTED, recorded, simulate
 
 
+@pytest.mark.nightly
 def test_noise_of_every_kind_raises_no_alarm_and_large_changes_are_seen_in_time() -> None:
     found = simulate(num_series=4, seed=1)
     assert [one.noise for one in found] == list(NOISES)
