@@ -8,7 +8,7 @@ from typing import Any
 
 from compressor.training.guards.containers import TABLES, classes, containers
 from compressor.training.guards.optimizer_state import optimizer_classes, optimizer_containers
-from compressor.training.guards.python_state import put, variables
+from compressor.training.guards.python_state import one_look, put, variables
 from compressor.training.step.step import TrainStep
 
 _MISSING = object()
@@ -21,6 +21,7 @@ class PythonState:
         step: the step; not changed.
     """
 
+    @one_look()
     def __init__(self, step: TrainStep) -> None:
         self._contents = [(content, _copy(content)) for content in _contents(step)]
         self._classes = [(cls, dict(content)) for cls, content in {**classes(step), **optimizer_classes(step)}.items()]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.training.guards.frozen_value import MAX_ARRAY_BYTES, Same, frozen, is_foreign
-from compressor.training.guards.python_state import variables
+from compressor.training.guards.python_state import once_a_look, one_look, variables
 from compressor.training.step.step import TrainStep
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -65,6 +65,7 @@ class Container:
         return tuple((_fact(key), _fact(value)) for key, value in _items(self.content))
 
 
+@once_a_look
 def containers(step: TrainStep) -> list[Container]:
     """List the containers that modules hold, and those that the functions of a step reach.
 
@@ -153,6 +154,7 @@ def other_modules(step: TrainStep) -> dict[str, nn.Module]:
     return found
 
 
+@one_look()
 def arrays(step: TrainStep) -> list[np.ndarray[Any, Any] | array[Any] | bytearray]:
     """List the small arrays, of numpy and of Python, that functions of a step reach: they can be written in place.
 
@@ -180,6 +182,7 @@ def own_generators(step: TrainStep) -> list[torch.Generator]:
     return list(named_generators(step).values())
 
 
+@one_look()
 def named_generators(step: TrainStep) -> dict[str, torch.Generator]:
     """List the random generators of torch that modules and functions hold, by name.
 
@@ -207,6 +210,7 @@ class LooseTensors:
         step: its own tensors are not looked at.
     """
 
+    @one_look()
     def __init__(self, step: TrainStep) -> None:
         values: list[Any] = [value for module in step.model.modules() for value in module.__dict__.values()]
         values += [getter() for _, getter in variables(step)]

@@ -30,7 +30,7 @@ from compressor.training.guards.containers import (
     watches_update,
 )
 from compressor.training.guards.frozen_value import Same, frozen
-from compressor.training.guards.python_state import GLOBAL_HOOKS, HOOKS, variables
+from compressor.training.guards.python_state import GLOBAL_HOOKS, HOOKS, one_look, variables
 from compressor.training.step.step import HasTensors, TrainStep
 
 # The facts of the host that a captured step takes for granted, by name, so that a change can be said in words.
@@ -39,6 +39,7 @@ _PLAIN = (bool, int, float, str, type(None))
 _MAX_SPELLED = 8
 
 
+@one_look()
 def host_facts(step: TrainStep) -> dict[str, object]:
     """Collect what a capture freezes beside tensors.
 
@@ -188,6 +189,7 @@ class Identities:
         step: the step; not changed.
     """
 
+    @one_look()
     def __init__(self, step: TrainStep) -> None:
         self._step, self._device = step, step.device.type
         self._parameters = list(step.parameters().values())

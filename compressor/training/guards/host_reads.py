@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from compressor.errors import GuardDriftError, HostReadError, ReplayError, UntrackedRandomnessError
 from compressor.random_state import foreign_random, generator_state, same_state
 from compressor.training.guards.containers import containers
-from compressor.training.guards.python_state import variables
+from compressor.training.guards.python_state import one_look, variables
 from compressor.training.step.step import TrainStep
 
 # They read memory without an operator; `.item()` and its like are operators, which the recorder refuses.
@@ -103,6 +103,7 @@ def refuse_iterators(step: TrainStep) -> None:
             )
 
 
+@one_look()
 def named_host_generators(step: TrainStep) -> dict[str, Any]:
     """List the generators of Python and numpy that a step reaches, beside those of the two modules.
 

@@ -13,11 +13,12 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, wraps
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -45,6 +46,48 @@ _OF_AUTOGRAD = frozenset({"forward", "setup_context", "backward", "vjp", "jvp", 
 # Where code says one of these, the texts that it holds may be names.
 _LOOKUPS = frozenset({"globals", "vars", "getattr", "__dict__", "attrgetter", "itemgetter", "import_module", "__import__", "modules"})
 Getter = Callable[[], object]
+T = TypeVar("T")
+# What has been found of which step since a look began.
+_seen_in_look: ContextVar[dict[tuple[object, TrainStep], Any] | None] = ContextVar("seen_in_look", default=None)
+
+
+@contextmanager
+def one_look() -> Iterator[None]:
+    """Nothing of a step runs in here, so that what its functions reach is found once, whoever asks for it.
+
+    Yields:
+        None: within a look that has begun already, that one goes on.
+    """
+    if _seen_in_look.get() is not None:
+        yield
+        return
+    token = _seen_in_look.set({})
+    try:
+        yield
+    finally:
+        _seen_in_look.reset(token)
+
+
+def once_a_look(find: Callable[[TrainStep], T]) -> Callable[[TrainStep], T]:
+    """Let a function that finds something of a step run once in a look.
+
+    Args:
+        find: what it returns is not changed by its callers.
+
+    Returns:
+        A function that does the same.
+    """
+
+    @wraps(find)
+    def found(step: TrainStep) -> T:
+        seen = _seen_in_look.get()
+        if seen is None:
+            return find(step)
+        if (find, step) not in seen:
+            seen[find, step] = find(step)
+        return seen[find, step]
+
+    return found
 
 
 @dataclass
@@ -65,6 +108,12 @@ def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str,
     Returns:
         Name for messages, and a function that gives the value of the moment.
     """
+    found = _reached(step)
+    return found if with_modules else [(name, getter) for name, getter in found if not isinstance(getter(), nn.Module)]
+
+
+@once_a_look
+def _reached(step: TrainStep) -> list[tuple[str, Getter]]:
     found: list[tuple[str, Getter]] = []
     for name, tensor in (*step.parameters().items(), *step.model.named_buffers()):
         found += [(f"attribute '{key}' of {name}", partial(vars(tensor).get, key)) for key in vars(tensor)]
@@ -80,7 +129,7 @@ def variables(step: TrainStep, *, with_modules: bool = False) -> list[tuple[str,
         walk.functions.append((root, name))
     while walk.functions:
         found += _reach(*walk.functions.popleft(), walk)
-    return found if with_modules else [(name, getter) for name, getter in found if not isinstance(getter(), nn.Module)]
+    return found
 
 
 def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,7 @@ from compressor.training.guards.escaping_tensors import BatchPart, batch_content
 from compressor.training.guards.host_facts import Identities, difference, host_facts, looks_for_nan
 from compressor.training.guards.host_reads import refuse_iterators, watching_host
 from compressor.training.guards.optimizer_state import optimizer_facts, refuse_moved
+from compressor.training.guards.python_state import one_look
 from compressor.training.guards.python_values import PythonValues
 from compressor.training.step.batch import Batch, InputBuffers, named_leaves
 from compressor.training.step.snapshot import Snapshot
@@ -53,10 +54,11 @@ class Plan:
         self.python = PythonValues()
         self.captured = record(step, self.buffers, engine, self.python)
         self.skipped = step.skipped
-        self._facts = host_facts(step)
-        self._tensors = guarded_tensors(step)  # held, so that no other tensor can take over an address
-        self._addresses = self._guarded(self._tensors)
-        self._identities = Identities(step)
+        with one_look():
+            self._facts = host_facts(step)
+            self._tensors = guarded_tensors(step)  # held, so that no other tensor can take over an address
+            self._addresses = self._guarded(self._tensors)
+            self._identities = Identities(step)
         self.proven_with_other_batch = False
 
     def guard(self) -> None:
@@ -205,9 +207,10 @@ def _watch(
     recorder.finish()
     check_batch(given, recorder)
     _check_moved(tensors, step.tensors(), recorder)
-    check_escapes(step, recorder, kept, result[1])
-    refuse_moved(held, step)
-    changed = difference(facts, host_facts(step))
+    with one_look():
+        check_escapes(step, recorder, kept, result[1])
+        refuse_moved(held, step)
+        changed = difference(facts, host_facts(step))
     if changed is not None:
         raise GuardDriftError(f"the step changes the host: {changed}, and a replay would not repeat it; keep it in a buffer, in place")
     return result
