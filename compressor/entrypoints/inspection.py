@@ -8,9 +8,11 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 from torch import Tensor
 
+from compressor.errors import ModelError
 from compressor.model.checkpoints.load import check_scheme_kept, load_compressed
 from compressor.model.folder import check_weight_files, read_config, read_json, resolve_folder, weight_files
 from compressor.modifiers.schemes.targets import scheme_label
@@ -41,6 +43,41 @@ class InspectedModule:
     num_bytes: int
     zeros: float
     error: float | None = None
+
+
+class _Part(BaseModel):
+    """A part of compression.json, as far as it is shown here."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Data(_Part):
+    num_samples: int
+    num_tokens: int
+
+
+class _Fallback(_Part):
+    module: str
+    detail: str
+
+
+class _Source(_Part):
+    name: str
+    commit: str
+
+
+class _Module(_Part):
+    error: float | None = None
+
+
+class _Record(_Part):
+    modules: dict[str, _Module] = {}
+    fallbacks: list[_Fallback] = []
+    notes: list[str] = []
+    versions: dict[str, str] = {}
+    data: _Data | None = None
+    source: _Source | None = None
+    recipe: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +134,8 @@ class Inspection:
             return [f"no {_RECORD}: it was not written here, or its record was lost"]
         versions = ", ".join(f"{name} {version}" for name, version in self.record.get("versions", {}).items())
         data = self.record.get("data") or {}
-        read = f"{data['num_samples']:,} samples, {data['num_tokens']:,} tokens" if "num_tokens" in data else "no data"
+        read = f"{data['num_samples']:,} samples, {data['num_tokens']:,} tokens" if data else "no data"
+        read = read if "data" in self.record else "data that the record does not name"
         source = self.record.get("source")
         made_of = f" of {source['name']}, commit {source['commit']}" if source else ""
         said = [f"made with {versions}{made_of}", f"calibrated with {read}; seed {self.record.get('seed')}"]
@@ -127,7 +165,7 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
     check_weight_files(folder)
     check_scheme_kept(folder, config)
     found = config.get("quantization_config") or {}
-    record = read_json(folder / _RECORD) if (folder / _RECORD).is_file() else None
+    record = _record(folder / _RECORD)
     quantized: tuple[InspectedModule, ...] = ()
     if found:
         errors = {name: one.get("error") for name, one in ((record or {}).get("modules") or {}).items()}
@@ -145,6 +183,20 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
         tensors=tuple(_float_tensors(folder, {one.name for one in quantized})),
         record=record,
     )
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    """Read compression.json; a part of another kind than is written there is named."""
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    try:
+        _Record.model_validate(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ModelError(f"{path}: {where}: {first['msg']}; restore the file") from error
+    return record
 
 
 def _layer(name: str, layer: QuantizedLayer, error: float | None) -> InspectedModule:

@@ -88,3 +88,24 @@ def test_a_plain_folder_and_none_at_all(base: Path, tmp_path: Path, capsys: pyte
         inspect_checkpoint(tmp_path / "nowhere")
     assert main(["inspect", str(tmp_path / "nowhere")]) == 1
     assert capsys.readouterr().err.startswith("compressor inspect: error: ")
+
+
+def test_a_record_with_a_part_of_another_kind_is_named_and_one_without_says_so(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = base / "compression.json"
+    damaged = {
+        "modules": ([], 7, {"a": 1}, {"a": {"error": "x"}}),
+        "fallbacks": (None, [1], {}, "x", [{"module": "a"}]),
+        "versions": (None, [], "x", {"torch": 2}),
+        "data": (7, [], "x", {"num_samples": "8", "num_tokens": 8}, {"num_samples": 8}),
+        "source": ([], {"name": "a"}),
+        "notes": (None, "x", [1]),
+        "recipe": ([], 7),
+    }
+    for key, values in damaged.items():
+        for value in values:
+            record.write_text(json.dumps({key: value}))
+            with pytest.raises(ModelError, match=rf"compression.json: {key}.*; restore the file$"):
+                inspect_checkpoint(base)
+    record.write_text("{}")
+    assert main(["inspect", str(base)]) == 0
+    assert "calibrated with data that the record does not name" in capsys.readouterr().out
