@@ -68,6 +68,8 @@ class _Source(_Part):
 
 class _Module(_Part):
     error: float | None = None
+    num_tokens: int | None = None
+    details: dict[str, Any] = {}
 
 
 class _Record(_Part):
@@ -165,7 +167,7 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
     check_weight_files(folder)
     check_scheme_kept(folder, config)
     found = config.get("quantization_config") or {}
-    record = _record(folder / _RECORD)
+    record = read_run_record(folder)
     quantized: tuple[InspectedModule, ...] = ()
     if found:
         errors = {name: one.get("error") for name, one in ((record or {}).get("modules") or {}).items()}
@@ -185,8 +187,19 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
     )
 
 
-def _record(path: Path) -> dict[str, Any] | None:
-    """Read compression.json; a part of another kind than is written there is named."""
+def read_run_record(folder: Path) -> dict[str, Any] | None:
+    """Read what a run has said of itself.
+
+    Args:
+        folder: of a checkpoint.
+
+    Returns:
+        compression.json; None where there is none.
+
+    Raises:
+        ModelError: a part of it is of another kind than a run writes.
+    """
+    path = folder / _RECORD
     if not path.is_file():
         return None
     record = read_json(path)

@@ -112,7 +112,8 @@ def _batches(pair: Pair, dataset: Any, num_samples: int, max_seq_length: int) ->
         ids = batch["input_ids"]
         batches.append(Tokens(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(torch.bool)))
     if not any(int(tokens.mask.sum(1).max()) > 1 for tokens in batches):
-        raise DatasetError("dataset: no sequence has two tokens, and nothing can be predicted from one; give longer ones")
+        cut = "" if max_seq_length > 1 else f" of max_seq_length={max_seq_length}"
+        raise DatasetError(f"dataset: no sequence{cut} has two tokens, and nothing can be predicted from one; give longer ones")
     return batches
 
 

@@ -32,8 +32,8 @@ class Data(SettingsPart):
 class Limits(SettingsPart):
     """What a cell may use before it is ended."""
 
-    minutes: Annotated[float, Field(gt=0)] = 60.0
-    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    memory_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Of all its processes together; None for no limit."""
 
 

@@ -72,7 +72,7 @@ class ReleasePolicy(SettingsPart):
     commands: dict[Name, str] = Field(default_factory=dict)
     """Name to a command line, which exits with 0 (pass), 1 (fail) or another number (cannot tell): servers, tasks, ONNX. `{base}`,
     `{compressed}` and `{python}` (of this process) stand for what they say."""
-    minutes: Annotated[float, Field(gt=0)] = 60.0
+    minutes: Positive = 60.0
     """That each environment and each command may take."""
 
     @field_validator("waivers")
@@ -102,7 +102,7 @@ class ReleasePolicy(SettingsPart):
         return any(fnmatchcase(check, pattern) for pattern in self.required)
 
 
-def load_release_policy(path: Path | None) -> ReleasePolicy:
+def load_release_policy(path: str | Path | None) -> ReleasePolicy:
     """Read a policy; what it does not name keeps its default.
 
     Args:
@@ -116,6 +116,7 @@ def load_release_policy(path: Path | None) -> ReleasePolicy:
     """
     if path is None or str(path) == DEFAULT:
         return ReleasePolicy()
+    path = Path(path)
     if not path.is_file():
         raise UserInputError(f"{path}: no such policy file; name one, or write --policy {DEFAULT}")
     policy, root = read_settings(path, ReleasePolicy, "setting"), path.absolute().parent

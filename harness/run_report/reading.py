@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.entrypoints.inspection import read_run_record
 from compressor.json_text import from_json
 from compressor.model.checkpoints.load import load_compressed
 from compressor.model.folder import read_config
@@ -18,7 +19,6 @@ from compressor.nn import QuantizedLayer
 from compressor.progress import Progress
 from harness.errors import HarnessError
 from harness.validation.format.container import Checkpoint, read_checkpoint
-from harness.validation.format.record import read_record
 
 OUTLIER = 6.0
 """A weight is an outlier from so many times the root of the mean square of its module's weights."""
@@ -134,7 +134,7 @@ def read_run(folder: Path, times: Path | None, progress: Progress) -> RunReport:
     """
     if not folder.is_dir():
         raise HarnessError(f"{folder}: there is no such folder; give one that `compressor` has written")
-    record = read_record(folder)
+    record = read_run_record(folder)
     if record is None or not isinstance(record.get("modules"), dict):
         raise HarnessError(f"{folder}: holds no compression.json of a run; give a folder that `compressor` has written")
     said = {} if times is None else _read_times(times, record)

@@ -79,7 +79,7 @@ def policy_of(given: object) -> Policy:
     return given or Policy()
 
 
-def load_policy(path: Path | None) -> Policy:
+def load_policy(path: str | Path | None) -> Policy:
     """Read a policy file; what it does not name keeps its default.
 
     Args:
@@ -91,6 +91,7 @@ def load_policy(path: Path | None) -> Policy:
     """
     if path is None:
         return Policy()
+    path = Path(path)
     if not path.is_file():
         raise UserInputError(f"{path}: no such policy file; leave --policy away for the defaults")
     return read_settings(path, Policy, "limit")

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 
 from compressor.errors import UserInputError
+from compressor.model.folder import some
 from harness.onnx_graph.contracts.base import Contract, Finding, Pair
 from harness.onnx_graph.graph.drawn_inputs import (
     example_inputs,
@@ -21,7 +22,7 @@ from harness.onnx_graph.graph.drawn_inputs import (
     resized_inputs,
 )
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
-from harness.onnx_graph.graph.view import load_graph
+from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS, load_graph
 
 
 class AllowedDomains(Contract):
@@ -203,6 +204,9 @@ class NumericEqual(Contract):
         pairs = [(was, now) for was, now in zip(*names, strict=True) if was != now]
         new = [f"output {was} is named {now} now, and programs that fetch it by name break" for was, now in pairs if was not in names[1]]
         pair.notes.extend(f"{self.name}: {text}" for text in new)
+        gone = {value.name for value in pair.before.graph.input} - {value.name for value in pair.after.graph.input}
+        if gone and pair.before.ir_version > INITIALIZERS_ARE_INPUTS:
+            pair.notes.append(f"{self.name}: {some(sorted(gone))} had a value in the file, could be given another, and no longer can")
         return [self.violated(f"output {was}: {now} is found in its place") for was, now in pairs if was in names[1]]
 
 
@@ -248,9 +252,12 @@ def _interface_changed(pair: Pair) -> list[str]:
         found = [f"output {name} is gone" for name in outputs[0] if name not in outputs[1]]
         found += [f"output {name} is new" for name in outputs[1] if name not in outputs[0]]
         return found or [f"{len(outputs[0])} outputs became {len(outputs[1])}"]
-    known = {value.name for value in pair.before.graph.input}
-    if new := [value.name for value in inputs_of(pair.after) if value.name not in known]:
-        return [f"input {name} is new: {_AFTER} does not run without it" for name in new]
+    had, has = ([value.name for value in inputs_of(one)] for one in (pair.before, pair.after))
+    if new := [name for name in has if name not in had]:
+        listed = {value.name for value in pair.before.graph.input}  # one of these has a value in the file, unless it is given another
+        return [f"input {name} {'has lost its value' if name in listed else 'is new'}: {_AFTER} does not run without it" for name in new]
+    if gone := [name for name in had if name not in {value.name for value in pair.after.graph.input}]:
+        return [f"input {name} is gone: {_AFTER} refuses who gives it" for name in gone]
     inputs = [{value.name: value.type.tensor_type for value in one.graph.input} for one in (pair.before, pair.after)]
     both = [(f"input {name}", inputs[0][name], now) for name, now in inputs[1].items() if name in inputs[0]]
     kind = onnx.TensorProto.DataType.Name

@@ -82,7 +82,7 @@ DATA_INPUTS: Mapping[str, tuple[int, ...]] = {
 }
 """Operator to the positions of the inputs that carry data."""
 
-_INITIALIZERS_ARE_INPUTS = 3
+INITIALIZERS_ARE_INPUTS = 3
 """The last IR version that requires every initializer to be an input; in later ones such an input is a default that may be overridden."""
 
 RANDOM = frozenset({"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"})
@@ -298,7 +298,7 @@ class GraphView:
         self._constant: dict[ir.Value, bool] = {}
         self._initializers = frozenset(model.graph.initializers.values())  # IR 3 lists each of them among the inputs, too
         both = [str(value.name) for value in model.graph.inputs if value in self._initializers]
-        self.notes = (_overridable(both),) if both and model.ir_version > _INITIALIZERS_ARE_INPUTS else ()
+        self.notes = (_overridable(both),) if both and model.ir_version > INITIALIZERS_ARE_INPUTS else ()
         for node in self.nodes:
             self._mark(node)
 

@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from compressor.errors import ReplayError, UserInputError
 from compressor.json_text import to_json
+from compressor.training import TrainStep
 from harness.errors import ContractViolation
 from harness.replay.equivalence.first_difference import FirstDifference, explain, locate_refused
 from harness.replay.equivalence.mode_run import ModeRun, run_mode, spell_plans, spell_run
@@ -262,6 +265,10 @@ def assert_equivalent(
 def _checked(
     factory: Factory, batches: Batches, modes: Sequence[str], steps: int | None, seed: int, every: int, before_step: Between | None
 ) -> Plot:
+    if isinstance(factory, nn.Module | TrainStep) or not callable(factory):
+        raise UserInputError(
+            f"factory: a {type(factory).__name__} was given, and each mode needs an instance of its own; give a function that returns one"
+        )
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or not set(modes) - {"eager"}:
         raise UserInputError(f"modes={tuple(modes)}: give capture, replay or both, which are held against eager")

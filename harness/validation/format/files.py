@@ -79,11 +79,36 @@ def check_config(subject: Subject) -> CheckRecord:
     if not differing and not config_settings(subject.moved):
         return CONFIG.record(Outcome.PASS, "equal, apart from quantization_config")
     try:
-        said = _normalized(subject.base.folder, config_settings(subject.moved))
-        differing = _differing_keys(_as_recorded(subject, said), _normalized(subject.compressed.folder, {}))
+        said = _as_recorded(subject, _normalized(subject.base.folder, config_settings(subject.moved)))
+        read = _normalized(subject.compressed.folder, {})
+        differing = _differing_keys(said, read) + _contradictions(subject.config, subject.base_config, said, read)
     except LOADER_ERRORS as error:
         return CONFIG.record(Outcome.FAIL, f"transformers cannot read it: {first_line(error)}", findings=differing)
     return CONFIG.found(differing, "equal in meaning; spelled by another version of transformers", noun="differing key")
+
+
+def _contradictions(config: Mapping[str, Any], base: Mapping[str, Any], said: Mapping[str, Any], read: Mapping[str, Any]) -> list[str]:
+    """Name settings that transformers passes over where they stand, and that other readers take, with another value than the base's."""
+    known = _leaves(base).keys() | _leaves(read).keys()
+    values: dict[str, list[Any]] = {}
+    for place, value in _leaves(said).items():
+        values.setdefault(place[-1], []).append(value)
+    return [
+        f"{'.'.join(place)}: {value!r} stands where transformers passes over it; the base says {values[place[-1]][0]!r}"
+        for place, value in _leaves(config).items()
+        if place not in known and value not in values.get(place[-1], [value])
+    ]
+
+
+def _leaves(config: Mapping[str, Any], *place: str) -> dict[tuple[str, ...], Any]:
+    """All values of a config by the keys that lead to them, but for what `_differing_keys` passes over."""
+    found: dict[tuple[str, ...], Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= _leaves(value, *place, key) if place or key != "quantization_config" else {}
+        elif key not in _VOLATILE_KEYS:
+            found[(*place, key)] = value
+    return found
 
 
 def _normalized(folder: Path, settings: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:

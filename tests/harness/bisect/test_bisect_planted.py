@@ -238,6 +238,8 @@ def test_bad_input_is_refused(tiny_base, tiny_compressed, tiny_tokens, tmp_path,
     ):
         with pytest.raises(error, match=word):
             bisect(base, compressed, dataset, device="cpu")
+    with pytest.raises(DatasetError, match="no sequence of max_seq_length=1 has two tokens"):
+        bisect(tiny_base, tiny_compressed, tiny_tokens, max_seq_length=1, device="cpu")
     with pytest.raises(UserInputError, match="measure='l1'"):
         bisect(tiny_base, tiny_compressed, tiny_tokens, measure="l1")
     for limit in (float("nan"), float("inf"), 0.0, -1.0):

@@ -214,6 +214,10 @@ WRONG = {
     "checks: there are none, and no commands": {},
     "root: there is no folder elsewhere": {"root": "elsewhere", "commands": {"c": "true"}},
     "limits.minutes: 0 is not allowed": {"limits": {"minutes": 0}, "commands": {"c": "true"}},
+    "limits.memory_gib: 'Infinity' is not allowed": {
+        "limits": {"memory_gib": float("inf")},
+        "commands": {"c": "true"},
+    },
     "compress is the name of a check": {"commands": {"compress": "true"}},
 }
 

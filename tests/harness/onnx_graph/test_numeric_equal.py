@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
-from onnx import helper, numpy_helper, parser
+from onnx import TensorProto, helper, numpy_helper, parser
 
 from harness.onnx_graph.contracts.base import ContractResult, Holding
 from harness.onnx_graph.contracts.nodes import NumericEqual
@@ -86,6 +86,23 @@ def test_what_the_exported_graph_takes_and_the_optimized_one_refuses_is_told(cas
     after, holding, words = REFUSED[case]
     result = _check(_reshaped(0, -1), after)
     assert result.holding is holding and words in result.message, result.message
+
+
+def _with_default(text: str, *listed: str, held: str = "k") -> onnx.ModelProto:
+    model = _model(text, **{name: np.float32(2) for name in held})
+    model.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, []) for name in listed)
+    model.ir_version = 9
+    return model
+
+
+def test_what_a_caller_may_give_the_exported_graph_the_optimized_one_takes() -> None:
+    unread = _check(_with_default("y = Neg(x)", "z", held=""), _with_default("y = Neg(x)", held=""))
+    assert unread.holding is Holding.VIOLATED and "input z is gone: the optimized graph refuses who gives it" in unread.message
+    before = _with_default("y = Mul(x, k)", "k")
+    asked = _check(before, _with_default("y = Mul(x, k)", "k", held=""))
+    assert asked.holding is Holding.VIOLATED and "input k has lost its value" in asked.message
+    folded = _check(before, _with_default("y = Mul(x, k)"))
+    assert folded.holds and "k had a value in the file, could be given another, and no longer can" in folded.message
 
 
 @pytest.mark.parametrize("case", ["broken", "foreign"])

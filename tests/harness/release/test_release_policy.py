@@ -92,6 +92,7 @@ MISTAKES = {
     "commands: {onnx: 'make && pytest'}": "onnx has &&, and no shell reads a command; write bash -c",
     "commands: {onnx: 'pytest | tee log'}": "onnx has |, and no shell reads a command",
     "limits: {max_mean_kl: -1}": "limits.max_mean_kl: -1 is not allowed",
+    "minutes: .inf": "minutes: inf is not allowed: input should be a finite number",
 }
 
 

@@ -247,6 +247,8 @@ def test_what_python_holds_is_state_too():
         ({"every": 0}, "every=0"),
         ({"batches": []}, "there is none"),
         ({"batches": vectors, "steps": None}, "a function has no length"),
+        ({"factory": _step()}, "factory: a TrainStep was given"),
+        ({"factory": nn.Linear(2, 2)}, "factory: a Linear was given"),
         ({"factory": lambda: nn.Linear(2, 2)}, "it returned Linear"),
         ({"factory": lambda: (nn.Linear(2, 2), classify)}, "it returned tuple of 2; return a fresh TrainStep"),
         ({"factory": lambda: _step(lambda module, h: h / "one")}, "the eager step itself fails at step 0: TypeError"),

@@ -158,6 +158,11 @@ def test_what_is_no_run_is_refused(ran: Run, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "odd" / "compression.json").write_text(json.dumps(record | {"modules": {"lm_head": {"error": 1}}}))
     assert main(["report", str(tmp_path / "odd"), *given]) == 3
     assert "does not say of lm_head what a run says" in capsys.readouterr().err
+    for part in ({"fallbacks": "x"}, {"modules": {**record["modules"], "lm_head": {"error": "NaN"}}}, {"notes": 3}):
+        (tmp_path / "odd" / "compression.json").write_text(json.dumps(record | part))
+        assert main(["report", str(tmp_path / "odd"), *given]) == 3
+        assert f"compression.json: {next(iter(part))}" in capsys.readouterr().err
+    (tmp_path / "odd" / "compression.json").write_text(json.dumps(record))
     (tmp_path / "odd" / "model.safetensors").write_bytes(b"short")
     assert main(["report", str(tmp_path / "odd"), *given]) == 3
     assert "`harness validate` says what is wrong" in capsys.readouterr().err

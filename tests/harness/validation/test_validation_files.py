@@ -103,6 +103,19 @@ def test_a_config_spelled_by_another_version_is_equal_in_meaning(workspace, comp
     assert "spelled by another version" in record.summary
 
 
+@pytest.mark.parametrize(
+    ("spelled", "outcome"),
+    [({"rope_theta": 10000}, "pass"), ({"rope_theta": 500.0}, "fail"), ({"rope_scaling": {"rope_theta": 7}}, "fail")],
+)
+def test_a_setting_that_transformers_passes_over_does_not_contradict_the_base(workspace, compressed, spelled, outcome):
+    """Older readers take it: a top-level `rope_theta` beside the base's `rope_parameters`."""
+    checkpoint = compressed()
+    checkpoint.edit_config(lambda d: d.update(spelled))
+    record = record_of(workspace, checkpoint, "files.config")
+    assert record.outcome == outcome, record
+    assert outcome == "pass" or "rope_theta" in record.findings[0]
+
+
 def test_files_that_the_base_does_not_have_are_skipped(workspace, compressed, tmp_path):
     import shutil
 

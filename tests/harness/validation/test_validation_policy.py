@@ -19,7 +19,7 @@ def write(folder: Path, text: str) -> Path:
 def test_defaults_stand_where_the_file_is_silent(tmp_path):
     assert load_policy(None) == Policy()
     assert load_policy(write(tmp_path, "")) == Policy()
-    policy = load_policy(write(tmp_path, "max_perplexity_ratio: 1.02\nmin_sqnr_db:\n  int4: 15\n"))
+    policy = load_policy(str(write(tmp_path, "max_perplexity_ratio: 1.02\nmin_sqnr_db:\n  int4: 15\n")))
     assert policy.max_perplexity_ratio == 1.02
     assert policy.min_sqnr_db.int4 == 15
     assert policy.min_sqnr_db.int8 == Policy().min_sqnr_db.int8
