@@ -19,7 +19,7 @@ from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
 from harness.reporting.verdict import Outcome
 
-_STATE = "compressor.model.checkpoints.save:_state"
+_STATE = "compressor.model.checkpoints.save:saved_state"
 _TOKENIZER = "compressor.model.checkpoints.save:_write_tokenizer"
 _CONFIG = "compressor.model.checkpoints.format:quantization_config"
 _GROUP = {"num_bits": 4, "group_size": 32, "symmetric": False}
