@@ -135,7 +135,8 @@ class State:
         seed: seed of the run.
         report: what was done so far.
         token_mask: bool [batch, sequence], True for a real token, set before each forward pass; None when every token is real.
-        batch_shape: rows and columns of the tokens of the batch that runs; None where nobody says.
+        batch_index: number of the batch that runs; None where nobody says.
+        batch_shape: rows and columns of its tokens; None where nobody says.
         sample_parts: in which part of all samples each sample of that batch is (PartSum); None for those that another process counts.
         has_base_stream: True where every batch runs through the model as it was before compression, too.
         base_stream: True while a batch runs through the model as it was before compression, for modifiers that compare the two.
@@ -169,6 +170,7 @@ class State:
     seed: int = 0
     report: Report = field(default_factory=Report)
     token_mask: torch.Tensor | None = None
+    batch_index: int | None = None
     batch_shape: tuple[int, ...] | None = None
     sample_parts: tuple[int | None, ...] = (0,)
     has_base_stream: bool = False
@@ -209,6 +211,7 @@ class State:
         """
         mask = data.token_masks[index]
         self.token_mask = None if mask is None else mask.to(self.device)
+        self.batch_index = index
         self.batch_shape = tuple(leading_tensor(data.batches[index]).shape[:2])
         self.sample_parts = tuple(part if self.ranks.counts(part) else None for part in data.sample_parts[index])
 
@@ -225,7 +228,7 @@ class State:
 
     def leave_batch(self) -> None:
         """Note that no batch runs any more."""
-        self.token_mask, self.batch_shape, self.sample_parts = None, None, (0,)
+        self.token_mask, self.batch_index, self.batch_shape, self.sample_parts = None, None, None, (0,)
 
     def claim(self, names: Iterable[str], modifier: str) -> None:
         """Note that a modifier will change modules, which no other may.

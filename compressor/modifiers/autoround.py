@@ -18,6 +18,7 @@ from compressor.algorithms.rtn import squared_sums
 from compressor.errors import CalibrationError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
+from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import Detail
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.input_statistics import input_of
@@ -26,11 +27,12 @@ from compressor.modifiers.tuning.blocks import BlockCalls, BlockLoss, weights_tr
 from compressor.modifiers.tuning.budget import frozen
 from compressor.nn import weight_of
 from compressor.nn.straight_through import through_rounding
-from compressor.numerics import QuantizationArgs, QuantizationScheme, dynamic_qparams
+from compressor.numerics import QParams, QuantizationArgs, QuantizationScheme, dynamic_qparams
 from compressor.tracing import partition
 
 _JUDGES = 16  # sequences on which the best step is found, at most
 _MEASUREMENTS = 10
+_PLACED = (QParams, ModuleRecord)
 _STREAMS: Mapping[str | None, BaseStream] = MappingProxyType({"base": "required", None: "wanted", "propagated": "unused"})
 
 
@@ -47,6 +49,7 @@ class AutoRoundModifier(SchemeModifier):
             uncompressed on the inputs of the compressed model (`propagated`, as in the paper); None: `base` where layers run once.
     """
 
+    across_ranks: ClassVar[AcrossRanks | None] = "sums"  # the first learns, from the calls of all
     borrows: ClassVar[bool] = True
     takes_embeddings: ClassVar[bool] = False
 
@@ -131,10 +134,12 @@ class AutoRoundModifier(SchemeModifier):
                 )
             self.remove_hooks(self._block_handles.pop(block, []))
             calls = self._calls.pop(block, BlockCalls())
-            if not calls.inputs and self.iters:
+            if not calls.brought_to_first(state.ranks, block) and self.iters:
                 for name in members:
                     self.fall_back(state, name, "no_tokens", "no calibration token reached it")
-            self._learn(state, block, members, calls)
+            placed = state.ranks.first(lambda calls=calls, block=block, members=members: self._learn(state, block, members, calls), _PLACED)
+            for name, one in placed.items():
+                self.place(state, name, *one)
 
     def forwards_of_training(self, num_samples: int) -> float:
         """Say what it costs beside the stages: targets, measurements, and steps of a forward and a backward each.
@@ -154,7 +159,8 @@ class AutoRoundModifier(SchemeModifier):
         assert args is not None
         return args
 
-    def _learn(self, state: State, block: str, names: Sequence[str], calls: BlockCalls) -> None:
+    def _learn(self, state: State, block: str, names: Sequence[str], calls: BlockCalls) -> dict[str, tuple[Tensor, QParams, ModuleRecord]]:
+        """Learn the rounding of one block; return what is to be placed, by name."""
         module = state.model.get_submodule(block)
         floats = {name: self._pending[name] for name in names}
         roundings = {
@@ -162,14 +168,14 @@ class AutoRoundModifier(SchemeModifier):
             for name, one in floats.items()
         }
         before, after, best = 0.0, 0.0, 0
-        if calls.inputs:
+        if calls.calls:
             with without_modifier_hooks(module), frozen(module), ExitStack() as held:
                 loss = BlockLoss(module, calls, state.device, block)
                 for name, one in floats.items():
                     held.enter_context(_inputs_rounded(one, self._schemes[name]))
                 before, after, best = self._descend(loss, floats, roundings, state.seed + zlib.crc32(block.encode()))
-        for name, rounding in roundings.items():
-            self._place(state, name, rounding, {"block_loss_before": before, "block_loss": after, "best_step": best})
+        details: dict[str, Detail] = {"block_loss_before": before, "block_loss": after, "best_step": best}
+        return {name: self._rounded(name, rounding, details) for name, rounding in roundings.items()}
 
     def _descend(
         self, loss: BlockLoss, floats: dict[str, nn.Module], roundings: dict[str, LearnedRounding], seed: int
@@ -204,12 +210,12 @@ class AutoRoundModifier(SchemeModifier):
         with weights_tried(floats, {name: one.values() for name, one in roundings.items()}):
             return loss.backward(judges)
 
-    def _place(self, state: State, name: str, rounding: LearnedRounding, details: dict[str, Detail]) -> None:
+    def _rounded(self, name: str, rounding: LearnedRounding, details: dict[str, Detail]) -> tuple[Tensor, QParams, ModuleRecord]:
         args = self._weights(name)
         codes_RC, qparams = rounding.codes(), rounding.qparams()
         off, size = squared_sums(weight_of(self._pending[name]), codes_RC, qparams, args)
         record = ModuleRecord(name, type(self).__name__, scheme_label(args), off / size if size else 0.0, None, details)
-        self.place(state, name, codes_RC, qparams, record)
+        return codes_RC, qparams, record
 
 
 def _inputs_rounded(module: nn.Module, scheme: QuantizationScheme) -> ExitStack:

@@ -112,7 +112,6 @@ def _run_stages(
                 plan, runs_once = _trace(session, data, settings, watched, weights)
             check_padding(state, data, watched)
         weights.refuse_rewritten(plan.rewritten)
-        _refuse_suspended(state, plan)
         note_kept(state, plan.kept)
         note_proof(state, plan.widened)
         cut = plan.partition
@@ -142,6 +141,7 @@ def _run_stages(
                     quiet=session.hooks_disabled,
                     beside=beside,
                     own=state.own_batches(data),
+                    everywhere=state.ranks.union,
                     may_wait=settings.propagate_error,
                 ) as running,
             ):
@@ -198,14 +198,6 @@ def _trace(
             raise TracingError(f"passes: 'one' is not possible here: {error}; or leave passes out") from error
         state.report.notes.append(f"each layer ran twice, for its modules could not be cut apart: {error}")
         return plan(layers, settings.engine, 1), False
-
-
-def _refuse_suspended(state: State, plan: Plan) -> None:
-    if state.ranks.size > 1 and plan.engine != "graph":
-        raise TracingError(
-            f"engine: the suspend engine ({plan.why}) finds the order of stages in its own forwards, which ranks that share the samples "
-            "would find otherwise; run it in one process, or choose what the graph engine can follow"
-        )
 
 
 def _beside(

@@ -153,6 +153,7 @@ class Plan:
         keep_outputs: bool = False,
         beside: Callable[[], AbstractContextManager[None]] | None = None,
         own: Collection[int] | None = None,
+        everywhere: Callable[[Sequence[str]], list[str]] = list,
         may_wait: bool = False,
     ) -> Run:
         """Prepare to run batches stage by stage. Batches that were not traced are planned first, before any stage.
@@ -167,7 +168,8 @@ class Plan:
             keep_outputs: keep what the forwards return.
             beside: run a twin of every batch through the targets as they are before each stage; context for hooks that want to see it. The
                 suspend engine has no twins.
-            own: numbers of the batches that run here; the others run in processes that share them. None: all; the suspend engine runs all.
+            own: numbers of the batches that run here; the others run in processes that share them. None: all.
+            everywhere: puts names of all these processes together; for the suspend engine, which finds the order of stages as it runs.
             may_wait: where much would be live behind a stage, batches run through it with the next one; but for the suspend engine.
 
         Returns:
@@ -220,6 +222,8 @@ class Plan:
             keep_outputs=keep_outputs,
             trails=trails,
             traces=traces,
+            own=own,
+            everywhere=everywhere,
         )
 
     def _notice_changes(self) -> None:

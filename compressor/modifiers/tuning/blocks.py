@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
+from compressor.distributed.ranks import Ranks
 from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
 from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
@@ -20,40 +21,67 @@ from compressor.nn.quantized_linear import is_conv1d
 
 
 @dataclass
-class BlockCalls:
-    """The calls of one block, batch by batch, in main memory.
+class BlockCall:
+    """One call of a block, in main memory.
 
     Attributes:
-        inputs: (args, kwargs) of each.
-        targets: what the uncompressed block gave on the stream of the uncompressed model; empty where nobody asked.
-        masks: bool [batch, tokens], or None.
-        sizes: rows and tokens of each batch.
+        batch: its number.
+        inputs: (args, kwargs).
+        mask: bool [batch, tokens], or None.
+        size: rows and tokens of the batch.
     """
 
-    inputs: list[Any] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
-    masks: list[Tensor | None] = field(default_factory=list)
-    sizes: list[tuple[int, ...]] = field(default_factory=list)
+    batch: int
+    inputs: Any
+    mask: Tensor | None
+    size: tuple[int, ...]
+
+
+@dataclass
+class BlockCalls:
+    """The calls of one block, batch by batch.
+
+    Attributes:
+        calls: on the stream of the compressed model.
+        targets: the batch, and what the uncompressed block gave on the stream of the uncompressed model; empty where nobody asked.
+    """
+
+    calls: list[BlockCall] = field(default_factory=list)
+    targets: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def note_call(self, state: State, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep a call on the stream of the compressed model."""
         if state.base_stream:
             return
-        kept = tree_map(_kept, (args, dict(kwargs)))
+        inputs = tree_map(_kept, (args, dict(kwargs)))
         first = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-        self.inputs.append(kept)
-        self.masks.append(None if state.token_mask is None else state.token_mask.cpu())
-        self.sizes.append(tuple(state.batch_shape or first.shape[:2]))
+        mask = None if state.token_mask is None else state.token_mask.cpu()
+        self.calls.append(BlockCall(state.batch_index or 0, inputs, mask, tuple(state.batch_shape or first.shape[:2])))
 
     def note_output(self, state: State, output: Any) -> None:
         """Keep what it gave on the stream of the uncompressed model."""
         if state.base_stream:
-            self.targets.append(_kept(first_tensor(output)))
+            self.targets.append((state.batch_index or 0, _kept(first_tensor(output))))
 
-    def clear(self) -> None:
-        """Let everything go."""
-        for kept in (self.inputs, self.targets, self.masks, self.sizes):
-            kept.clear()
+    def brought_to_first(self, ranks: Ranks, name: str) -> int:
+        """Bring the calls of all ranks to the first, in the order of batches. Changes the calls: the others keep none.
+
+        Args:
+            ranks: of the run.
+            name: dotted name of the block, for errors.
+
+        Returns:
+            How many there are.
+
+        Raises:
+            CalibrationError: the block is called with something that ranks cannot tell each other.
+        """
+        if ranks.size == 1:
+            return len(self.calls)
+        calls = _of_all(ranks, [_told(one, name) for one in self.calls])
+        targets = _of_all(ranks, [[batch, given] for batch, given in self.targets])
+        self.calls, self.targets = [_heard(*one) for one in calls], [(batch, given) for batch, given in targets]
+        return int(ranks.broadcast(len(self.calls), 0))
 
 
 class BlockLoss:
@@ -73,19 +101,21 @@ class BlockLoss:
             NumericsError: NaN or infinity in what the block should give for a token that counts.
         """
         self._block, self._device, self._name = block, device, name
-        if calls.targets and len(calls.targets) != len(calls.inputs):
+        targets = [given for _, given in calls.targets]
+        if targets and len(targets) != len(calls.calls):
             raise CalibrationError(
-                f"{name}: {len(calls.targets)} calls in the uncompressed model and {len(calls.inputs)} in the compressed one do not "
+                f"{name}: {len(targets)} calls in the uncompressed model and {len(calls.calls)} in the compressed one do not "
                 "correspond; use target='propagated'"
             )
         self._pieces: list[Piece] = []
         known: dict[str, Axes | None] = {}
-        for number, (inputs, mask, size) in enumerate(zip(calls.inputs, calls.masks, calls.sizes, strict=True)):
+        for number, call in enumerate(calls.calls):
+            inputs, mask, size = call.inputs, call.mask, call.size
             shapes = str(tree_map(lambda one: (one.shape, one.dtype) if isinstance(one, Tensor) else one, (inputs, size[0])))
-            given = _kept(self._output(self._to(inputs))) if not calls.targets or shapes not in known else calls.targets[number]
+            given = _kept(self._output(self._to(inputs))) if not targets or shapes not in known else targets[number]
             if shapes not in known:
                 known[shapes] = find_axes(inputs, given, size[0], lambda one: self._output(self._to(one)))
-            target, axes = calls.targets[number] if calls.targets else given, known[shapes]
+            target, axes = targets[number] if targets else given, known[shapes]
             if not bool(torch.isfinite(_that_count(target, mask)).all()):
                 raise NumericsError(f"{name}: its calibration outputs hold NaN or infinity; check the model in its own dtype on this data")
             mask_axis = None if mask is None else 0
@@ -139,6 +169,33 @@ class BlockLoss:
     def _output(self, inputs: Any) -> Tensor:
         args, kwargs = inputs
         return first_tensor(self._block(*args, **kwargs))
+
+
+def _told(call: BlockCall, name: str) -> list[Any]:
+    """A call as ranks tell it."""
+    leaves, spec = tree_flatten(call.inputs)
+    strange = next((one for one in leaves if not isinstance(one, Tensor | int | float | str | None)), None)
+    if strange is not None:
+        raise CalibrationError(
+            f"{name}: it is called with a {type(strange).__name__}, which ranks cannot tell each other; run it in one process"
+        )
+    return [call.batch, leaves, treespec_dumps(spec), call.mask, call.size]
+
+
+def _heard(batch: int, leaves: list[Any], spec: str, mask: Tensor | None, size: Sequence[int]) -> BlockCall:
+    return BlockCall(batch, tree_unflatten(leaves, treespec_loads(spec)), mask, tuple(size))
+
+
+def _of_all(ranks: Ranks, own: list[list[Any]]) -> list[list[Any]]:
+    """Bring lists that begin with the number of a batch to the first rank, by these numbers; each passes by itself."""
+    found: list[list[Any]] = []
+    for source, count in enumerate(ranks.gather(len(own))):
+        known = {one[0] for one in found}  # a batch that lies across two ranks has run on both
+        for place in range(count):
+            one = ranks.broadcast(own[place] if source == ranks.rank else None, source)
+            if ranks.is_first and one[0] not in known:
+                found.append(one)
+    return sorted(found, key=lambda one: int(one[0]))
 
 
 def _that_count(values: Tensor, mask: Tensor | None) -> Tensor:

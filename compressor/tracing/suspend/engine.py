@@ -115,6 +115,8 @@ class SuspendedRun:
         keep_outputs: bool = False,
         trails: Sequence[Trail] = (),
         traces: Traces | None = None,
+        own: Collection[int] | None = None,
+        everywhere: Callable[[Sequence[str]], list[str]] = list,
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -130,6 +132,8 @@ class SuspendedRun:
             trails: the targets that a forward of each kind of batch calls, in order, where that is known. They decide in which order
                 targets become stages, and which are called repeatedly.
             traces: takes back at the end what forwards leave on the model beside what they set on modules.
+            own: numbers of the batches that run here; None: all.
+            everywhere: puts names of all processes together that share the batches: what samples wait for, so that all take one order.
         """
         self.model = model
         self._trails = trails
@@ -141,7 +145,12 @@ class SuspendedRun:
         self._router.foreign = any(trail.foreign_random for trail in trails)
         self._replays = Replays(self._router, batches, device, quiet) if self._router.repeated else None
         foreign = self._router.foreign
-        self._samples = [Sample(model, batch, index, device, self._router.values, foreign) for index, batch in enumerate(batches)]
+        self._samples = [
+            Sample(model, batch, index, device, self._router.values, foreign)
+            for index, batch in enumerate(batches)
+            if own is None or index in own
+        ]
+        self._everywhere = everywhere
         self._watched, self._on_sample, self._keep_outputs = watched, on_sample, keep_outputs
         self._cleanup = ExitStack()
         self._is_open = False
@@ -201,10 +210,10 @@ class SuspendedRun:
             for sample in self._samples:
                 self._advance(sample)
         index = 0
-        while waiting := [sample for sample in self._samples if sample.at is not None]:
+        while waiting := self._everywhere([sample.at for sample in self._samples if sample.at is not None]):
             # The earliest in the merged order, so that no other sample still comes to a stage that is over.
-            name = min((str(sample.at) for sample in waiting), key=self._rank.__getitem__)
-            yield Stage(self, index, name, [sample for sample in waiting if sample.at == name])
+            name = min(waiting, key=self._rank.__getitem__)
+            yield Stage(self, index, name, [sample for sample in self._samples if sample.at == name])
             if name not in self._router.closed:
                 raise TracingError(f"{name}: its stage was left without propagate(), so no sample can run on; call it")
             index += 1
@@ -249,8 +258,8 @@ class SuspendedRun:
         set_parametrizations_cached(parametrizations_cached())
         self._router.close(stage.name, stage.module_names)
         if only_first:
-            self._kill([sample for sample in self._samples if sample is not samples[0]])
             samples = samples[:1]
+            self._kill([sample for sample in self._samples if sample not in samples])
         with self._traces.forwards(), self._foreign_random_watched():
             for sample in samples:
                 self._advance(sample)
@@ -273,7 +282,7 @@ class Stage:
     Attributes:
         index: position among the stages.
         name: dotted name of the target.
-        num_samples: how many samples wait at it.
+        num_samples: how many samples wait at it, of those that run here.
         put_off: none, for a forward cannot run through a stage again.
     """
 

@@ -19,6 +19,7 @@ from compressor.distributed.ranks import Ranks, joined
 from compressor.entrypoints.oneshot import oneshot
 from compressor.errors import CalibrationError, CompressorError
 from compressor.lifecycle import Session
+from compressor.modifiers.gptq import GPTQModifier
 from compressor.numerics import QParams
 from compressor.numerics.part_sums import NUM_PARTS, PartSum
 from compressor.pipelines.journal import SharedJournal
@@ -61,6 +62,15 @@ def compress(folder: Path, model: str, settings: dict[str, Any]) -> dict[str, An
     """One run of oneshot."""
     result = oneshot(model, **{"progress": False, "output_dir": str(folder / "out"), **settings})
     return {"output_dir": str(result.output_dir), "resumed": result.resumed, "notes": result.report.notes}
+
+
+def unshared(folder: Path, model: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """A run with a modifier that does not say how ranks share its samples."""
+
+    class Own(GPTQModifier):
+        across_ranks = None
+
+    return compress(folder, model, settings | {"recipe": [Own(scheme="W4A16", ignore=["lm_head"])]})
 
 
 def killed_after(folder: Path, model: str, settings: dict[str, Any], stages: int, rank: int = 1) -> dict[str, Any]:

@@ -26,6 +26,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "sparsegpt by outliers": {
         "SparseGPTModifier": {"sparsity": 0.5, "targets": LAYERS, "sparsity_profile": "owl", "owl_m": 5, "owl_lmbda": 0.08}
     },
+    "learned rounding": {"AutoRoundModifier": {"ignore": ["lm_head"], "iters": 4, "config_groups": {"a": GROUPED}}},
+    "learned rounding, suspended": {"AutoRoundModifier": {"ignore": ["lm_head"], "iters": 4, "config_groups": {"a": GROUPED}}},
+    "gptq, suspended": {"GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"a": GROUPED}}},
     "gptq and training": {"GPTQModifier": {"mode": "best", "ignore": ["lm_head"], "config_groups": {"a": GROUPED}}},
 }
 
@@ -44,7 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(model: Path, recipe: str) -> dict[str, Any]:
-    return {"recipe": {"quant_modifiers": RECIPES[recipe]}, "dataset": str(model / "data.safetensors"), "max_seq_length": 96}
+    chosen = {"recipe": {"quant_modifiers": RECIPES[recipe]}, "dataset": str(model / "data.safetensors"), "max_seq_length": 96}
+    return chosen | ({"engine": "suspend"} if recipe.endswith("suspended") else {})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -55,6 +59,7 @@ def files(folder: Path) -> dict[str, bytes]:
     ("recipe", "size"),
     [
         ("smoothquant and gptq with static inputs", 2),
+        ("learned rounding, suspended", 2),
         *(pytest.param(recipe, size, marks=pytest.mark.nightly) for recipe in RECIPES for size in (2, 4)),
     ],
 )
@@ -106,9 +111,8 @@ def test_a_rank_that_fails_ends_all_in_seconds_with_one_message(how: str, says: 
 def test_what_cannot_be_shared_out_is_refused_by_its_name(model: Path, tmp_path: Path) -> None:
     codes, results, _ = rank_jobs.run(rank_jobs.disagree, 2, tmp_path / "twice")
     assert codes == [0, 0] and all("called between several stages" in one["text"] for one in results)
-    learned = {"recipe": {"quant_modifiers": {"AutoRoundModifier": {"scheme": "W4A16", "ignore": ["lm_head"]}}}}
-    codes, results, _ = rank_jobs.run(rank_jobs.compress, 2, tmp_path / "learned", str(model), settings(model, "awq") | learned)
-    assert codes == [0, 0] and all("AutoRoundModifier[0]: learns from calibration data" in one["text"] for one in results)
+    codes, results, _ = rank_jobs.run(rank_jobs.unshared, 2, tmp_path / "own", str(model), settings(model, "awq"))
+    assert codes == [0, 0] and all("Own[0]: learns from calibration data" in one["text"] for one in results)
     codes, results, _ = rank_jobs.run(rank_jobs.compress, 3, tmp_path / "three", str(model), settings(model, "awq"))
     assert codes == [0] * 3 and all("start 1, 2, 4 or 8" in one["text"] for one in results)
 
