@@ -23,7 +23,7 @@ from compressor.algorithms.smoothing import equalizing_scales, search_awq, smoot
 from compressor.numerics import QuantizationArgs, weight_qparams
 from harness.tolerance import T1, T3, Tier
 from tests.reference_model.layer_cases import Result
-from tests.reference_model.modifier_cases import equalized, kept_zeros
+from tests.reference_model.modifier_cases import by_outliers, equalized, kept_zeros
 
 Inputs = Mapping[str, Tensor]
 _NUM_EXPERTS, _NUM_TOKENS = 8, 24
@@ -48,8 +48,9 @@ def elsewhere(result: Result) -> dict[str, Tier] | None:
     if not result.tiers:
         return None
     zeros = {name: T3(max_relative_error=0.05) for name in ("gone", "values") if "gone" in result.tensors}
+    counts = {name: T3(max_relative_error=0.02) for name in ("zeros",) if name in result.tensors}
     ranges = {name: T3(max_relative_error=0.01) for name in _RANGES if name in result.tensors}
-    return {"*": T3(max_relative_error=1e-3), **zeros, **ranges}
+    return {"*": T3(max_relative_error=1e-3), **zeros, **counts, **ranges}
 
 
 def _sparsegpt(inputs: Inputs, sparsity: float, pattern: Pattern | None) -> Result:
@@ -66,11 +67,13 @@ def _wanda(inputs: Inputs, sparsity: float, pattern: Pattern | None) -> Result:
 
 
 def _owl(inputs: Inputs) -> Result:
+    """Layers of two matrices each, one of which meets larger inputs, and shares that take one layer to its end."""
     found_RC = scores(inputs["weight"], inputs["hessian"].diagonal() / 2)
-    layers = list(found_RC.split([8, 24, 16]))
-    shares = [outlier_share([layer], 3.0) for layer in layers]
-    made = layer_sparsities(shares, [layer.numel() for layer in layers], 0.6, 0.08)
-    return Result({"shares": torch.tensor(shares), "sparsities": torch.tensor(made, dtype=torch.float64)}, inputs)
+    layers = [layer.split([96, 96], dim=1) for layer in (found_RC * torch.tensor([1.0, 3.0]).repeat_interleave(96)).split([8, 24, 16])]
+    shares, sizes = [outlier_share(layer, 3.0) for layer in layers], [sum(part.numel() for part in layer) for layer in layers]
+    tensors = {f"sparsities of {wanted}": layer_sparsities(shares, sizes, wanted, 0.08) for wanted in (0.6, 0.97)}
+    made = {name: torch.tensor(found, dtype=torch.float64) for name, found in tensors.items()}
+    return Result({"shares": torch.tensor(shares), **made}, inputs)
 
 
 def _magnitude(inputs: Inputs, sparsity: float, pattern: Pattern | Blocks | None) -> Result:
@@ -178,6 +181,7 @@ ALGORITHMS: Mapping[str, Callable[[Inputs], Result]] = {
     "Wanda": lambda inputs: _wanda(inputs, 0.5, None),
     "Wanda 2 of 4": lambda inputs: _wanda(inputs, 0.5, Pattern(2, 4)),
     "OWL": _owl,
+    "OWL of a model": by_outliers,
     "magnitude": lambda inputs: _magnitude(inputs, 0.5, None),
     "magnitude 2 of 4": lambda inputs: _magnitude(inputs, 0.4, Pattern(2, 4)),
     "magnitude in blocks": lambda inputs: _magnitude(inputs, 0.5, Blocks(4, 8)),

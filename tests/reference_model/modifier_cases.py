@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from compressor import WandaPruningModifier, oneshot
 from compressor.lifecycle import EventType, Session, State
 from compressor.modifiers.pruning.magnitude import ConstantPruningModifier
 from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationModifier
@@ -76,8 +77,42 @@ def equalized(inputs: Mapping[str, Tensor]) -> Result:
     Returns:
         By norm, [16] float32.
     """
+    model = _llama(inputs, num_layers=1)
+    before = {name: model.get_submodule(name).get_parameter("weight").detach().clone() for name in _NORMS}
+    OurTransform(LogarithmicEqualizationModifier, {}).apply(model, [torch.arange(18).view(2, 9), torch.arange(18, 32).view(2, 7)])
+    scales = {name: weight / model.get_submodule(name).get_parameter("weight").detach() for name, weight in before.items()}
+    reason = "a forward of a model, in the machine's own order of sums"
+    return Result(scales, inputs, dict.fromkeys(scales, T3(max_relative_error=1e-4)), reason=reason)
+
+
+def by_outliers(inputs: Mapping[str, Tensor]) -> Result:
+    """Zeros of each layer of a small Llama by its outliers, where the layers are of three sizes and have several matrices each.
+
+    Args:
+        inputs: `weight` [48, 192], `hessian` [192, 192].
+
+    Returns:
+        Share of zeros by layer, [3] float64.
+    """
+    model = _llama(inputs, num_layers=3)
+    left_out = ["lm_head", "re:.*layers.0.mlp.*", "re:.*layers.1.self_attn.*"]
+    owl = {"sparsity_profile": "owl", "owl_m": 3, "owl_lmbda": 0.1}
+    rows = torch.arange(32).view(4, 8)
+    oneshot(model, recipe=WandaPruningModifier(sparsity=0.6, ignore=left_out, **owl), dataset=rows)
+    gone = [torch.cat([one.flatten() == 0 for one in layer.parameters() if one.ndim == 2]) for layer in model.model.layers]
+    found = torch.stack([one.double().mean() for one in gone])
+    return Result({"zeros": found}, inputs, {"zeros": T3(max_relative_error=0.01)}, reason="a forward of a model")
+
+
+def _llama(inputs: Mapping[str, Tensor], num_layers: int) -> LlamaForCausalLM:
+    """A model whose weights are runs of the stored ones, those of norms 40 at most and the others 1."""
     config = LlamaConfig(
-        vocab_size=32, hidden_size=_SIZE, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
+        vocab_size=32,
+        hidden_size=_SIZE,
+        intermediate_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=2,
+        tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).eval()
     stored = torch.cat([inputs["weight"].float().flatten(), inputs["hessian"].float().flatten()])
@@ -85,8 +120,4 @@ def equalized(inputs: Mapping[str, Tensor]) -> Result:
         for place, (name, parameter) in enumerate(model.named_parameters()):
             drawn = stored[101 * place :][: parameter.numel()].view_as(parameter)
             parameter.copy_(drawn / drawn.abs().amax() * (40 if "norm" in name else 1))
-    before = {name: model.get_submodule(name).get_parameter("weight").detach().clone() for name in _NORMS}
-    OurTransform(LogarithmicEqualizationModifier, {}).apply(model, [torch.arange(18).view(2, 9), torch.arange(18, 32).view(2, 7)])
-    scales = {name: weight / model.get_submodule(name).get_parameter("weight").detach() for name, weight in before.items()}
-    reason = "a forward of a model, in the machine's own order of sums"
-    return Result(scales, inputs, dict.fromkeys(scales, T3(max_relative_error=1e-4)), reason=reason)
+    return model

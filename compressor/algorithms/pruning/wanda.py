@@ -93,5 +93,17 @@ def layer_sparsities(shares_L: Sequence[float], sizes_L: Sequence[int], sparsity
     if high == low:
         return [sparsity] * len(shares_L)
     above = [2 * spread * (share - low) / (high - low) for share in shares_L]
-    mean = sum(one * size for one, size in zip(above, sizes_L, strict=True)) / sum(sizes_L)
-    return [min(1.0, max(0.0, sparsity - one + mean)) for one in above]
+
+    def mean(values_L: Sequence[float]) -> float:
+        return sum(one * size for one, size in zip(values_L, sizes_L, strict=True)) / sum(sizes_L)
+
+    def shifted(by: float) -> list[float]:
+        return [min(1.0, max(0.0, sparsity - one + by)) for one in above]
+
+    by = mean(above)
+    if max(above) - by > sparsity or by - min(above) > 1 - sparsity:  # what ends cut off is made good by the other layers
+        none, all_go = -1.0, 2.0
+        for _ in range(60):
+            by = (none + all_go) / 2
+            none, all_go = (by, all_go) if mean(shifted(by)) < sparsity else (none, by)
+    return shifted(by)

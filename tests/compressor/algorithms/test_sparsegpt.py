@@ -150,4 +150,11 @@ def test_layers_with_outliers_keep_more() -> None:
     assert shares[0] > shares[1] > shares[2] and shares[0] - shares[2] == pytest.approx(0.16)
     assert (shares[0] + shares[1] + 2 * shares[2]) / 4 == pytest.approx(0.6)
     assert layer_sparsities([0.5, 0.5], [1, 9], 0.7, 0.08) == [0.7, 0.7]
-    assert layer_sparsities([0.0, 1.0], [1, 1], 0.99, 0.2) == [1.0, pytest.approx(0.79)]
+
+
+@pytest.mark.parametrize("sparsity", [0.02, 0.5, 0.97])
+def test_layers_that_lose_all_or_nothing_leave_the_share_of_all_together_as_it_is(sparsity: float) -> None:
+    shares = layer_sparsities([0.0, 0.1, 0.7, 1.0], [3, 1, 2, 4], sparsity, 0.3)
+    assert sum(share * size for share, size in zip(shares, [3, 1, 2, 4], strict=True)) / 10 == pytest.approx(sparsity)
+    assert all(0 <= share <= 1 for share in shares) and shares == sorted(shares, reverse=True)
+    assert shares[0] - shares[3] <= 0.6 + 1e-12

@@ -12,6 +12,7 @@ from harness.mutants.code_swap import CodeMutant, bug
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
 from tests.mutation.numerics.autoround import AUTOROUND_MUTANTS
+from tests.mutation.numerics.owl import OWL_MUTANTS
 from tests.reference_model.algorithm_cases import ALGORITHMS, elsewhere
 from tests.reference_model.model_cases import SOLVER_INPUTS
 
@@ -92,23 +93,6 @@ BUGS: tuple[Mutant, ...] = (
         _WANDA + "prune_wanda",
         "pattern.of - pattern.keep",
         "pattern.of - pattern.keep + 1",
-    ),
-    _bug(
-        "outliers_lose_more",
-        "layers with more outliers get more zeros",
-        "OWL",
-        _WANDA + "layer_sparsities",
-        "sparsity - one + mean",
-        "sparsity + one - mean",
-    ),
-    _bug("layers_alike", "the mean over layers does not know their sizes", "OWL", _WANDA + "layer_sparsities", "one * size for", "one for"),
-    _bug(
-        "outliers_by_the_sum",
-        "a score is held against the sum of all",
-        "OWL",
-        _WANDA + "outlier_share",
-        "part > multiple * mean",
-        "part > multiple * mean * total",
     ),
     _bug(
         "rounded_up",
@@ -448,4 +432,4 @@ def _look(name: str) -> str | None:
     return None
 
 
-FAMILY = Family("algorithms", {mutant.name: mutant for mutant in (*BUGS, *AUTOROUND_MUTANTS)}, _killers)
+FAMILY = Family("algorithms", {mutant.name: mutant for mutant in (*BUGS, *OWL_MUTANTS, *AUTOROUND_MUTANTS)}, _killers)
