@@ -141,6 +141,22 @@ def test_every_stage_computes_on_the_device_and_gives_the_same_bytes(
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in result.model.modules())
 
 
+@torch.no_grad()
+def test_what_is_written_to_weights_on_the_device_is_kept_where_they_wait() -> None:
+    torch.manual_seed(2)
+    model = nn.ModuleDict({"first": nn.BatchNorm1d(3), "second": nn.Linear(5, 3), "outside": nn.Linear(3, 2)})
+    model["second"].weight.data = torch.randn(5, 3).t()  # a view, as some models keep them
+    waiting = {name: (one, one.detach(), 2 * one) for name, one in model.state_dict(keep_vars=True).items()}
+    with OnloadedWeights(model, ("first", "second"), torch.device("cpu")) as weights:
+        for target in ("first", "second", "outside"):
+            weights.hold([target])
+            for one in (*model[target].parameters(), *model[target].buffers()):
+                assert all(one.data_ptr() != host.data_ptr() for own, host, _ in waiting.values() if own is one)
+                one.mul_(2)
+    for name, (own, host, doubled) in waiting.items():
+        assert torch.equal(own, doubled) and own.data_ptr() == host.data_ptr(), name
+
+
 @pytest.mark.nightly
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(
     plain: Callable[[str], dict[str, bytes]], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
