@@ -187,10 +187,7 @@ def batch_order(subject: Observer, context: CheckContext) -> str:
                 "with an empty batch": [batches[0][:0], *batches, batches[0][:0]],
             }
             for name, other in others.items():
-                before = [x.clone() for x in other]
                 _same(subject.observe(other), whole, f"{kind} in {dtype}, {name}")
-                if not all(map(torch.equal, before, other)):
-                    raise CheckFailed(f"{kind} in {dtype}, {name}: observing has changed a batch")
             for name, other in {"": batches, ", reversed": batches[::-1]}.items():
                 _same(subject.observe(_Reused(other)), whole, f"{kind} in {dtype}, all in one piece of memory{name}")
     return f"{len(_KINDS) * len(_DTYPES)} sets of batches"

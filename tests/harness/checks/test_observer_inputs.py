@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -102,7 +103,35 @@ class AHundred(Whole):
         return super().observe([batches[place] for place in range(min(100, len(batches)))])
 
 
+class Cut(Whole):
+    """Widens the range of batches that come in some form."""
+
+    form: Callable[[list[Tensor]], bool]
+
+    def observe(self, batches: Any) -> Quantized:
+        found = super().observe(batches)
+        return Quantized(found.codes, found.scale * 2) if isinstance(batches, list) and self.form(batches) else found
+
+
+class BySequence(Cut):
+    form = staticmethod(lambda batches: all(len(batch) == 1 for batch in batches))
+
+
+class AllAtOnce(Cut):
+    form = staticmethod(lambda batches: len(batches) == 1)
+
+
+class CountsEmptyBatches(Cut):
+    form = staticmethod(lambda batches: any(batch.numel() == 0 for batch in batches))
+
+
+class LastIsSmaller(Cut):
+    form = staticmethod(lambda batches: bool(batches[0].abs().sum() > batches[-1].abs().sum()))
+
+
 WRONG = [FirstSequence, FirstOfFour, FirstOfOne, Largest, FewRows, Contiguous, SeesNaNEarly, Remembers, AHundred]
+# What comes out of other orders and cuts differs, and by nothing but this is it told.
+PLACED = {BySequence: "one by one", AllAtOnce: "in one batch", CountsEmptyBatches: "with an empty batch", LastIsSmaller: "reversed"}
 
 
 def test_a_right_one_passes() -> None:
@@ -113,3 +142,9 @@ def test_a_right_one_passes() -> None:
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda one: one.__name__)
 def test_a_wrong_one_is_told(wrong: type[Whole]) -> None:
     assert harness.check(wrong(), draws=False).verdict.value == "regression"
+
+
+@pytest.mark.parametrize("wrong", PLACED, ids=lambda one: one.__name__)
+def test_other_orders_and_cuts_are_told(wrong: type[Cut]) -> None:
+    record = harness.check(wrong(), checks=["observer.batch_order"], draws=False).records[0]
+    assert record.outcome == "fail" and f"torch.float32, {PLACED[wrong]}: scale" in record.summary, record.summary
