@@ -11,7 +11,7 @@ from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from compressor.atomic import check_output_file, write_whole
+from compressor.atomic import check_output_file, whole_file
 from compressor.errors import OutputError, UserInputError
 from compressor.json_text import from_json
 from compressor.settings.kinds import TEXT
@@ -67,15 +67,17 @@ def write_tables(target: Path, tables: Mapping[str, Iterable[tuple[Any, ...]]]) 
     Args:
         target: a .csv takes the readings alone, a .zip all tables; replaced where it is there.
         tables: of every name, its rows in the order of the columns.
+
+    Raises:
+        CheckpointError: the disk is full or fails; what was there is as it was.
     """
-    if target.suffix == ".csv":
-        write_whole(target, _csv("readings", tables["readings"]))
-        return
-    archive = BytesIO()
-    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
-        for name in TABLES:
-            packed.writestr(zipfile.ZipInfo(f"{name}.csv", _EPOCH), _csv(name, tables[name]), zipfile.ZIP_DEFLATED)
-    write_whole(target, archive.getvalue())
+    with whole_file(target) as path:
+        if target.suffix == ".csv":
+            path.write_bytes(_csv("readings", tables["readings"]))
+            return
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+            for name in TABLES:
+                packed.writestr(zipfile.ZipInfo(f"{name}.csv", _EPOCH), _csv(name, tables[name]), zipfile.ZIP_DEFLATED)
 
 
 def read_tables(source: Path) -> Exchanged:

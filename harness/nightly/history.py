@@ -26,6 +26,16 @@ SCHEMA = 2
 """Of the file, in its `user_version`."""
 _MARK = 0x636E6967  # application_id, so that another program's database is not taken for a history
 _WAIT = 30.0  # seconds for other writers
+_REMEDIES = {
+    "SQLITE_FULL": "nothing of this was written; make room",
+    "SQLITE_IOERR": "all is as before; the disk, a quota or a limit of the size of files (ulimit -f) refused",
+    "SQLITE_BUSY": f"another process has held it for {_WAIT:.0f} s; try again",
+    "SQLITE_CORRUPT": "it is damaged; take a copy from before, or name another file",
+    "SQLITE_NOTADB": "it is damaged or no history; take a copy from before, or name another file",
+    "SQLITE_READONLY_ROLLBACK": "a write was cut off here; whoever may write the file takes it back by any command",
+    "SQLITE_READONLY": "nothing of this was written; make the file and its folder writable",
+}
+"""By the beginning of SQLite's name of an error, the longer ones first."""
 _TABLES = {
     "environments": "(id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, facts TEXT NOT NULL)",
     "measurements": "(id INTEGER PRIMARY KEY, night TEXT NOT NULL, environment INTEGER NOT NULL REFERENCES environments, "
@@ -348,10 +358,11 @@ class History:
         try:
             if write:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            address = self.path.absolute().as_uri() + ("?mode=rwc" if write else "?mode=ro")
+            # a reader may write, too: SQLite takes back what a kill cut off before it gives any row
+            address = self.path.absolute().as_uri() + ("?mode=rwc" if write else "?mode=rw")
             database = sqlite3.connect(address, timeout=_WAIT, uri=True, isolation_level=None)
             try:
-                database.execute("PRAGMA foreign_keys = ON")
+                database.execute("PRAGMA foreign_keys = ON" if write else "PRAGMA query_only = ON")
                 if write:
                     database.execute("PRAGMA synchronous = FULL")
                     database.execute("BEGIN IMMEDIATE")
@@ -426,14 +437,8 @@ def _some(values: tuple[float, ...]) -> str:
 
 
 def _remedy(error: Exception) -> str:
-    text = str(error)
-    if "full" in text:
-        return "nothing of this was written; make room"
-    if "locked" in text:
-        return f"another process has held it for {_WAIT:.0f} s; try again"
-    if "malformed" in text or "not a database" in text:
-        return "it is damaged or no history; take a copy from before, or name another file"
-    return "look at the file and its folder"
+    name = getattr(error, "sqlite_errorname", "")
+    return next((remedy for start, remedy in _REMEDIES.items() if name.startswith(start)), "look at the file and its folder")
 
 
 def _now() -> str:

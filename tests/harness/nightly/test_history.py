@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import resource
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
 import zipfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -19,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from compressor.errors import UserInputError
+from compressor.errors import CheckpointError, UserInputError
 from harness.errors import HistoryError
 from harness.nightly import History
 from harness.nightly.environment import Environment
@@ -190,6 +193,45 @@ def test_a_disk_that_is_full_leaves_what_was_there(history: History, monkeypatch
         history.add("a", [2.0] * 5000, environment=HERE, night="2")
     monkeypatch.undo()
     assert [one.values for one in history.series("a")] == [(1.0,)]
+
+
+@contextmanager
+def files_no_larger_than(num_bytes: int) -> Iterator[None]:
+    """As `ulimit -f` or a quota has it; the kernel refuses what would go beyond."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_limit_that_the_kernel_keeps_leaves_what_was_there(history: History, tmp_path: Path) -> None:
+    history.add("a", [1.0] * 200, environment=HERE, night="1")
+    with files_no_larger_than(history.path.stat().st_size), pytest.raises(HistoryError, match="all is as before; the disk, a quota"):
+        history.add("a", [2.0] * 5000, environment=HERE, night="2")
+    assert [one.values for one in History(history.path).series("a")] == [(1.0,) * 200]
+    history.export(tmp_path / "all.csv")
+    before = (tmp_path / "all.csv").read_bytes()
+    for name in ("all.csv", "all.zip"):
+        with files_no_larger_than(100), pytest.raises(CheckpointError, match=f"{name}: cannot be written"):
+            history.export(tmp_path / name)
+    assert (tmp_path / "all.csv").read_bytes() == before and sorted(path.name for path in tmp_path.iterdir()) == ["all.csv", "some folder"]
+
+
+def test_what_a_kill_in_the_middle_of_a_write_left_is_taken_back_by_whoever_looks(history: History, tmp_path: Path) -> None:
+    for number in range(30):
+        history.add(f"metric {number}", [1.0] * 20, environment=HERE, night="1")
+    killed = tmp_path / "killed.sqlite"
+    with closing(sqlite3.connect(history.path, isolation_level=None)) as database:
+        database.execute("PRAGMA cache_size = 2")  # rows reach the file before the end of the transaction
+        database.execute("BEGIN IMMEDIATE")
+        database.executemany("INSERT INTO readings VALUES (1, ?, 7.0)", [(20 + place,) for place in range(20_000)])
+        for suffix in ("", "-journal"):
+            shutil.copy(f"{history.path}{suffix}", f"{killed}{suffix}")
+    assert killed.stat().st_size > 100_000
+    assert _all_of(History(killed)) == _all_of(history)
+    assert not Path(f"{killed}-journal").exists() and killed.read_bytes()[100:] == history.path.read_bytes()[100:]
 
 
 WRITER = """
