@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from compressor.console import Parser, add_completion, with_output
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, RankError
 from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, EXIT_INTERRUPTED
 from harness.verbs import Actions, Command
 
@@ -90,6 +90,8 @@ def _guarded(program: str, run: Callable[[], int]) -> int:
 def _conclude(name: str, args: argparse.Namespace) -> int:
     try:
         return EXIT_CODES[args.to_verdict(args)]
+    except RankError as error:
+        return _fail(f"{name}: error: {' '.join(str(error).split())}", EXIT_FAILURE) if error.is_mine_to_tell else EXIT_FAILURE
     except CompressorError as error:
         return _fail(f"{name}: error: {' '.join(str(error).split())}", EXIT_FAILURE)
     except KeyboardInterrupt as stop:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _SHARED_BY_RANKS = ("oneshot",)
+_BY_THE_FIRST_RANK = ("trace",)  # it looks at two short samples, which leaves nothing to share
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
@@ -51,13 +52,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     if num_ranks() > 1 and args.verb not in _SHARED_BY_RANKS:
-        if is_first_rank():
+        refused = args.verb not in _BY_THE_FIRST_RANK
+        if refused and is_first_rank():
             shared = ", ".join(_SHARED_BY_RANKS)
             print(
                 f"compressor {args.verb}: error: {num_ranks()} ranks were started, and only {shared} shares its work; start one",
                 file=sys.stderr,
             )
-        return EXIT_USAGE
+        if refused or not is_first_rank():
+            return EXIT_USAGE if refused else EXIT_OK
+    return _guarded(args)
+
+
+def _guarded(args: argparse.Namespace) -> int:
     try:
         with logged(getattr(args, "verbose", 0)):
             return VERBS[args.verb].run(args)

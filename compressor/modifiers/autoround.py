@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -137,7 +138,7 @@ class AutoRoundModifier(SchemeModifier):
             if not calls.brought_to_first(state.ranks, block) and self.iters:
                 for name in members:
                     self.fall_back(state, name, "no_tokens", "no calibration token reached it")
-            placed = state.ranks.first(lambda calls=calls, block=block, members=members: self._learn(state, block, members, calls), _PLACED)
+            placed = state.ranks.first(partial(self._learn, state, block, members, calls), _PLACED)
             for name, one in placed.items():
                 self.place(state, name, *one)
 

@@ -75,26 +75,30 @@ def run(settings: ValidateSettings) -> Verdict:
     """
     policy = _policy(settings)
     output_dir = settings.output_dir or Path(f"{Path(settings.compressed).resolve().name}-validation")
+    from compressor.distributed.launch import is_first_rank, launched
     from compressor.progress import RichProgress, SilentProgress
     from harness.validation.compare import validate
     from harness.validation.report.page import check_output_dir, write_report
 
     for source in (settings.base, settings.compressed):
         check_output_dir(output_dir, source=source)
-    report = validate(
-        settings.base,
-        settings.compressed,
-        settings.dataset,
-        split=settings.split,
-        policy=policy,
-        trained=settings.trained,
-        serve=cast("ServerName", settings.serve),
-        device=settings.device,
-        max_seq_length=settings.max_seq_length,
-        num_samples=settings.num_samples,
-        seed=settings.seed,
-        progress=SilentProgress() if settings.quiet else RichProgress(),
-    )
+    with launched():
+        report = validate(
+            settings.base,
+            settings.compressed,
+            settings.dataset,
+            split=settings.split,
+            policy=policy,
+            trained=settings.trained,
+            serve=cast("ServerName", settings.serve),
+            device=settings.device,
+            max_seq_length=settings.max_seq_length,
+            num_samples=settings.num_samples,
+            seed=settings.seed,
+            progress=SilentProgress() if settings.quiet or not is_first_rank() else RichProgress(),
+        )
+    if not is_first_rank():
+        return report.verdict
     _print(report, write_report(report, output_dir), as_json=settings.as_json)
     return report.verdict
 

@@ -19,6 +19,7 @@ import torch
 
 from compressor import __version__
 from compressor.data import CalibrationData, load_dataset_source, open_source
+from compressor.distributed.ranks import Ranks, joined
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.folder import resolve_folder
@@ -120,6 +121,8 @@ def validate(
 ) -> ValidationReport:
     """Check a compressed causal language model against its base, from the bytes of the files to the behaviour on held-out data.
 
+    Under an initialized process group all ranks call it alike: they share the predictions, and each gets the report.
+
     Args:
         base: folder of the base model, or its name on the hub (`owner/name`, `owner/name@revision`).
         compressed: folder of the compressed checkpoint, compressed-tensors format, or its name on the hub.
@@ -156,38 +159,39 @@ def validate(
     started, clock = datetime.now(UTC), time.monotonic()
     progress = progress or SilentProgress()
     torch_device = resolve_device(device)
-    subject = read_subject(resolve_folder(base).path, resolve_folder(compressed).path, trained=trained)
-    base_model = _base_model(subject)
-    data = _load_data(subject, dataset, split, base_model.tokenizer, max_seq_length, num_samples)
-    batches = _token_batches(data, base_model.model)
-    if sees_ahead(model_logits(base_model.model, torch_device), batches):
-        raise ModelError(f"{base}: what its predictions say of a token depends on later tokens; {_TAKES}")
-    base_hashes = file_hashes(subject.base.folder)
-    folder = subject.compressed.folder
-    records = [*check_files(subject), *check_record(folder, base_hashes, data.sha256), check_digests(subject.compressed)]
-    records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
-    server = None if serve == "none" else serve
-    records += check_serving(subject, server, policy)
-    loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
-    modules = inspect_modules(subject, loaded, progress=progress)
-    records += [loads, *check_weights(subject, modules, policy), check_sparsity(subject)]
-    quality, scores = None, None
-    why = "the checkpoint does not load" if loaded is None else _other_vocabulary(base_model.model, loaded)
-    if loaded is None or why:
-        records += [claim.skipped(why) for claim in (FINITE, PERPLEXITY, KL, TOP1, ACCURACY)]
-    else:
-        scores = _score(base_model.model, loaded, batches, torch_device, progress)
-        found, quality = check_quality(scores, policy, seed)
-        records += found
-    if subject.moved or subject.unreadable:
-        records.append(check_transforms(subject, base_model.model, batches[0]))
-    provenance = {
-        **_provenance(subject, base_hashes, dataset, data, seed),
-        "trained": trained,
-        "served by": SERVERS[server].title if server else None,
-    }
-    run = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - clock, 2), **_machine(torch_device)}
-    return ValidationReport(decide(records), tuple(records), policy, tuple(modules), quality, scores, provenance, run)
+    with joined() as ranks:
+        subject = read_subject(resolve_folder(base).path, resolve_folder(compressed).path, trained=trained)
+        base_model = _base_model(subject)
+        data = _load_data(subject, dataset, split, base_model.tokenizer, max_seq_length, num_samples)
+        batches = _token_batches(data, base_model.model)
+        if sees_ahead(model_logits(base_model.model, torch_device), batches):
+            raise ModelError(f"{base}: what its predictions say of a token depends on later tokens; {_TAKES}")
+        base_hashes = file_hashes(subject.base.folder)
+        folder = subject.compressed.folder
+        records = [*check_files(subject), *check_record(folder, base_hashes, data.sha256), check_digests(subject.compressed)]
+        records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
+        server = None if serve == "none" else serve
+        records += check_serving(subject, server, policy)
+        loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
+        modules = inspect_modules(subject, loaded, progress=progress)
+        records += [loads, *check_weights(subject, modules, policy), check_sparsity(subject)]
+        quality, scores = None, None
+        why = "the checkpoint does not load" if loaded is None else _other_vocabulary(base_model.model, loaded)
+        if loaded is None or why:
+            records += [claim.skipped(why) for claim in (FINITE, PERPLEXITY, KL, TOP1, ACCURACY)]
+        else:
+            scores = _score(base_model.model, loaded, batches, torch_device, ranks, progress)
+            found, quality = check_quality(scores, policy, seed)
+            records += found
+        if subject.moved or subject.unreadable:
+            records.append(check_transforms(subject, base_model.model, batches[0]))
+        provenance = {
+            **_provenance(subject, base_hashes, dataset, data, seed),
+            "trained": trained,
+            "served by": SERVERS[server].title if server else None,
+        }
+        run = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - clock, 2), **_machine(torch_device)}
+        return ValidationReport(decide(records), tuple(records), policy, tuple(modules), quality, scores, provenance, run)
 
 
 def _base_model(subject: Subject) -> LoadedModel:
@@ -237,9 +241,14 @@ def _other_vocabulary(base: torch.nn.Module, compressed: torch.nn.Module) -> str
 
 
 def _score(
-    base: torch.nn.Module, compressed: torch.nn.Module, batches: Sequence[TokenBatch], device: torch.device, progress: Progress
+    base: torch.nn.Module,
+    compressed: torch.nn.Module,
+    batches: Sequence[TokenBatch],
+    device: torch.device,
+    ranks: Ranks,
+    progress: Progress,
 ) -> Scores:
-    scores = score_models(model_logits(base, device), model_logits(compressed, device), batches, progress=progress)
+    scores = score_models(model_logits(base, device), model_logits(compressed, device), batches, ranks=ranks, progress=progress)
     if not bool(np.isfinite(scores.tokens.nll_base).all()):
         raise ModelError("the base model's predictions are not finite on this data; nothing can be compared with it")
     return scores

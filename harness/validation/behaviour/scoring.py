@@ -8,12 +8,14 @@ B batch, T positions, V vocabulary, N scored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
 
 import numpy as np
 import torch
 
+from compressor.distributed.ranks import Ranks
 from compressor.errors import DatasetError
 from compressor.progress import Progress, SilentProgress
 from harness.validation.behaviour.metrics import TokenScores, score_tokens
@@ -58,41 +60,46 @@ class Scores:
         return int(self.sequence[-1]) + 1
 
 
-def score_models(base: LogitsFn, compressed: LogitsFn, batches: Sequence[TokenBatch], *, progress: Progress | None = None) -> Scores:
+def score_models(
+    base: LogitsFn,
+    compressed: LogitsFn,
+    batches: Sequence[TokenBatch],
+    *,
+    ranks: Ranks | None = None,
+    progress: Progress | None = None,
+) -> Scores:
     """Score both models on the same tokens.
 
     Args:
         base: logits of the base model.
         compressed: logits of the compressed model.
         batches: the held-out data.
+        ranks: share the batches; each gets the scores of all.
         progress: shows a bar.
     Returns:
         The scores of every position that has a real token after a real token.
     Raises:
         DatasetError: no sequence has two tokens.
     """
-    pieces: list[TokenScores] = []
-    decoys: list[TokenScores] = []
-    sequences: list[np.ndarray] = []
-    num_decoys = first_sequence = 0
-    with (progress or SilentProgress()).task("predictions", len(batches)) as task, torch.inference_mode():
-        for batch in batches:
-            scored = _scored_positions(batch)
-            task.advance(1)
-            if not bool(scored.any()):
-                continue
-            base_BTV, compressed_BTV = (model(batch.input_ids, batch.mask) for model in (base, compressed))
-            pieces.append(_score(base_BTV, compressed_BTV, batch.input_ids, scored))
-            if num_decoys < _DECOY_TOKENS and bool(scored[:, 1:].any()):
-                decoys.append(_score_decoy(base_BTV, compressed_BTV, batch.input_ids, scored))
-                num_decoys += len(decoys[-1])
-            rows = torch.nonzero(scored)[:, 0].cpu().numpy()
-            present, numbers = np.unique(rows, return_inverse=True)
-            sequences.append(numbers + first_sequence)
-            first_sequence += len(present)
-    if not pieces:
+    ranks = ranks or Ranks()
+    positions = {number: scored for number, batch in enumerate(batches) if bool((scored := _scored_positions(batch)).any())}
+    if not positions:
         raise DatasetError("the data holds no sequence of two real tokens; nothing can be predicted from it")
-    return Scores(TokenScores.concatenate(pieces), np.concatenate(sequences), TokenScores.concatenate(decoys or [_no_tokens()]))
+    shown_decoys = _first_decoys(positions)
+    pieces: dict[int, TokenScores] = {}
+    decoys: dict[int, TokenScores] = {}
+    own = list(positions)[ranks.rank :: ranks.size]
+    with (progress or SilentProgress()).task("predictions", len(own)) as task, torch.inference_mode():
+        for number in own:
+            ranks.check()
+            batch, scored = batches[number], positions[number]
+            base_BTV, compressed_BTV = (model(batch.input_ids, batch.mask) for model in (base, compressed))
+            pieces[number] = _score(base_BTV, compressed_BTV, batch.input_ids, scored)
+            if number in shown_decoys:
+                decoys[number] = _score_decoy(base_BTV, compressed_BTV, batch.input_ids, scored)
+            task.advance(1)
+    tokens, decoy = _of_all(pieces, ranks), _of_all(decoys, ranks)
+    return Scores(TokenScores.concatenate(tokens), _sequences(positions), TokenScores.concatenate(decoy or [_no_tokens()]))
 
 
 def sees_ahead(model: LogitsFn, batches: Sequence[TokenBatch]) -> bool:
@@ -122,6 +129,32 @@ def _scored_positions(batch: TokenBatch) -> torch.Tensor:
         return torch.ones_like(batch.input_ids[:, 1:], dtype=torch.bool)
     mask = batch.mask.to(torch.bool)
     return mask[:, :-1] & mask[:, 1:]
+
+
+def _first_decoys(positions: Mapping[int, torch.Tensor]) -> set[int]:
+    """The first batches that hold tokens enough for the decoy."""
+    counts = {number: int(scored[:, 1:].sum()) for number, scored in positions.items()}
+    before = accumulate(counts.values(), initial=0)
+    return {number for (number, count), sum_ in zip(counts.items(), before, strict=False) if count and sum_ < _DECOY_TOKENS}
+
+
+def _sequences(positions: Mapping[int, torch.Tensor]) -> np.ndarray:
+    """The sequence of each scored token, counted without gaps."""
+    found, first = [], 0
+    for scored in positions.values():
+        present, numbers = np.unique(torch.nonzero(scored)[:, 0].cpu().numpy(), return_inverse=True)
+        found.append(numbers + first)
+        first += len(present)
+    return np.concatenate(found)
+
+
+def _of_all(pieces: Mapping[int, TokenScores], ranks: Ranks) -> list[TokenScores]:
+    """The pieces of all ranks, by batch."""
+    if ranks.size == 1:
+        return list(pieces.values())
+    told = [[number, [torch.from_numpy(getattr(piece, one.name)) for one in fields(piece)]] for number, piece in pieces.items()]
+    heard = {number: TokenScores(*(column.numpy() for column in columns)) for own in ranks.gather(told) for number, columns in own}
+    return [heard[number] for number in sorted(heard)]
 
 
 def _score(base_BTV: torch.Tensor, compressed_BTV: torch.Tensor, input_ids: torch.Tensor, scored: torch.Tensor) -> TokenScores:

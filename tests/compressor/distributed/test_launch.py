@@ -30,6 +30,14 @@ def test_verbs_that_share_nothing_refuse_several_ranks(monkeypatch: pytest.Monke
         assert capsys.readouterr().err == said
 
 
+def test_the_first_rank_traces(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, code, said in (("0", 1, "compressor trace: error: model: 'MODEL' "), ("1", 0, "")):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["trace", "MODEL"]) == code
+        assert capsys.readouterr().err.startswith(said)
+
+
 def test_one_process_is_a_rank_that_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks()
     assert ranks.is_first and all(ranks.counts(part) for part in range(8)) and ranks.share_out([3.0, 1.0]) == [0, 0]
