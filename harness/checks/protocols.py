@@ -441,7 +441,8 @@ class Transform(Protocol):
     Attributes:
         kind: "transform".
         name: for reports.
-        tags: what it promises: invariant_fp (the float output stays what it was); online, see `OnlineTransform`.
+        tags: what it promises: invariant_fp (the float output stays what it was); incoherent (a weight is turned on
+            both sides); online, see `OnlineTransform`.
         architectures: names of `harness trace-audit` that it claims to know, the one to look at most closely first.
         fake_quantize: weight [R, C] -> the values that a quantizer leaves of it; for a transform that searches its scales, else None.
     """

@@ -123,7 +123,9 @@ class OurTransform:
     @property
     def tags(self) -> frozenset[str]:
         """What it promises."""
-        return frozenset({"invariant_fp", "online"} if {"R4", "v", "u"} & set(self.settings.get("rotations", ())) else {"invariant_fp"})
+        turned = set(self.settings.get("rotations", ()))
+        online = {"online"} if {"R4", "v", "u"} & turned else set()
+        return frozenset({"invariant_fp"} | online | ({"incoherent"} if {"v", "u"} <= turned else set()))
 
     @property
     def name(self) -> str:
@@ -191,7 +193,7 @@ def transforms() -> list[OurTransform]:
             SpinQuantModifier, {"rotations": ["R1"], "transform_block_size": 16}, all_names, architectures=with_basis, variant="R1"
         ),
         OurTransform(SpinQuantModifier, {"rotations": ["R4"], **whole}, _MLP_ENDS, architectures=with_values, variant="R4"),
-        OurTransform(QuIPModifier, {"rotations": ["v", "u"], **whole}, architectures=with_values),
+        OurTransform(QuIPModifier, {"rotations": ["v", "u"], **whole}, (*_QKV, *_MLP, *_MLP_ENDS, "o_proj"), architectures=with_values),
     ]
 
 

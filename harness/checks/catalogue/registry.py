@@ -57,6 +57,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "idempotent": "applied to its own result it changes nothing",
         "invariant_fp": "the float output stays what it was",
         "online": "layers whose weight it changes go on to change what they are handed, or give, in hooks; `reload()` brings these back",
+        "incoherent": "weights are turned on both sides, so that none of their entries stands out",
         # pruners of experts
         "refits": "experts that stay are moved so that the layer gives what it gave",
         "router_weighted": "those experts go whose mean of router weight times size of output is least, in the model as it was",

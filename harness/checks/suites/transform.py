@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import cast
@@ -16,6 +17,8 @@ from harness.tolerance import T3, climb, vacuous_decoys
 
 _UNITS = 32.0
 _LEAST_CHANGE = 1e-4
+_LEAST_SPREAD = 1 / 8  # of the rows, or columns, that the energy of one entry counts for; rotations drawn at random have 1/3
+_ALIKE = 0.9  # cosine of the two sides; of n channels drawn apart it is about n^-1/2
 
 
 def _apply(subject: Transform, model: nn.Module, context: CheckContext) -> None:
@@ -214,6 +217,43 @@ def search_pays(subject: Transform, context: CheckContext) -> str:
     if worse:
         raise CheckFailed(f"{len(worse)} of {len(plain)} groups lose by the search; first: {worse[0]}", worse)
     return f"{len(plain)} groups, {sum(searched.values()) / max(sum(plain.values()), 1e-30):.3f} of the loss of the identity"
+
+
+@register(
+    None,
+    "incoherent",
+    "One entry of a weight is spread over its rows and over its columns, over each by a rotation of its own",
+    kind="transform",
+    needs=("incoherent",),
+)
+def incoherent(subject: Transform, context: CheckContext) -> str:
+    """Transform two models that differ in one entry of each targeted weight, and look at where the difference lies afterwards."""
+    model = build(subject.architectures[0], seed=context.seed)
+    other = copy.deepcopy(model)
+    names = list(subject.targets(model))
+    with torch.no_grad():
+        for weight in map(other.get_parameter, names):
+            place = min(weight.shape) // 3
+            weight[place, place] += weight.norm()
+    _apply(subject, model, context)
+    _apply(subject, other, context)
+    worst = math.inf
+    for name in names:
+        difference_RC = (other.get_parameter(name) - model.get_parameter(name)).detach().double()
+        for axis, side in enumerate(("rows", "columns")):
+            worst = min(worst, spread := _spread(difference_RC.square().sum(1 - axis)))
+            if not spread >= _LEAST_SPREAD:
+                raise CheckFailed(f"{name}: one entry is spread over {spread:.1%} of the {side}, where {_LEAST_SPREAD:.1%} are the least")
+        energy_RC = difference_RC.square()
+        row_C, column_R = difference_RC[energy_RC.sum(1).argmax()], difference_RC[:, energy_RC.sum(0).argmax()]
+        if len(row_C) == len(column_R) and not abs(float(torch.cosine_similarity(row_C, column_R, dim=0))) < _ALIKE:
+            raise CheckFailed(f"{name}: rows and columns are turned alike, so that a weight near a multiple of I stays as it is")
+    return f"{len(names)} weights, an entry over {worst:.0%} of rows and columns at least"
+
+
+def _spread(energy_N: Tensor) -> float:
+    """Share of N that would hold this energy if each held as much (participation ratio)."""
+    return float(energy_N.sum().square() / energy_N.square().sum().clamp_min(1e-300)) / len(energy_N)
 
 
 def _losses(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compressor.algorithms.rotations import make_rotation
 from harness import check
 from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, token_ids, truly
 from harness.checks.protocols import InPlaceTransform
@@ -84,6 +85,24 @@ def test_a_plain_function_is_a_subject():
     wrong = InPlaceTransform(double_and_halve, ["*_proj.weight"])
     assert check(wrong, checks=[35]).records[0].outcome is Outcome.FAIL
     assert check(InPlaceTransform(double_and_halve, ["*.up_proj.weight"], matrices={"R": torch.ones(4, 4)}), checks=[33]).exit_code == 1
+
+
+@pytest.mark.parametrize(("seeds", "said"), [
+    ((1, 2), "14 weights"), ((1, None), "spread over 3.1% of the rows"), ((None, 2), "spread over 3.1% of the columns"),
+    ((1, 1), "rows and columns are turned alike"),
+])  # fmt: skip
+def test_weights_are_turned_on_both_sides_by_rotations_of_their_own(seeds, said):
+    def turned(x, seed):
+        return x if seed is None else x @ make_rotation("random-matrix", x.shape[-1], seed=seed).matrix().float()
+
+    def turn(model, batches):
+        for name, part in model.named_modules():
+            if "proj" in name:
+                part.weight.copy_(turned(turned(part.weight, seeds[0]).T, seeds[1]).T)
+
+    subject = InPlaceTransform(turn, ["*_proj.weight"], tags=frozenset({"incoherent"}))
+    (record,) = check(subject, checks=["transform.incoherent"]).records
+    assert record.outcome is (Outcome.PASS if seeds == (1, 2) else Outcome.FAIL) and said in record.summary
 
 
 @pytest.mark.parametrize("bug", find_family("transforms").mutants)

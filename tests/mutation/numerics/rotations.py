@@ -15,7 +15,9 @@ _SPIN = "compressor.modifiers.transforms.spinquant:"
 _ROTATING = "compressor.modifiers.transforms.rotating:"
 _ONLINE = "compressor.nn.online_rotation:"
 _FILES = "compressor.model.checkpoints.online:"
+_QUIP = "compressor.modifiers.transforms.quip:QuIPModifier."
 _FLOAT = "transform.float_output"
+_SPREAD, _CHANGED = "transform.incoherent", "transform.not_vacuous"
 _EVERY = "transform.every_architecture"
 _GUARD = Edit(_ROTATING + "RotatingModifier.check_outputs", "if not difference <=", "if difference < 0 and not difference <=")
 
@@ -73,4 +75,16 @@ ROTATION_MUTANTS: tuple[Mutant, ...] = (
          Edit(_FILES + "_stored", "matrix.T if rotation.back else matrix", "matrix if rotation.back else matrix.T")),
     _bug("outputs_left_out_of_files", "files", "of the files only the inputs are read", "transform.checkpoint",
          Edit(_FILES + "read_rotations", "if side is not None else ()", 'if side == "input" else ()')),
+    _bug("last_layer_of_a_size", "QuIP", "of the layers of one size the last alone has its inputs turned", _SPREAD,
+         Edit(_QUIP + "_turns", "readers=(*known.readers, name)", "readers=(name,)")),
+    _bug("last_outputs_of_a_size", "QuIP", "of the layers of one size the last alone has its outputs turned", _SPREAD,
+         Edit(_QUIP + "_turns", "writers=(*known.writers, name)", "writers=(name,)")),
+    _bug("one_side_alone", "QuIP", "both sides are asked for and the second stays", _SPREAD,
+         Edit(_QUIP + "on_calibration_start", "if side in self.rotations", "if side == self.rotations[0]")),
+    _bug("both_sides_alike", "QuIP", "inputs and outputs of one size are turned by one rotation", _SPREAD,
+         Edit(_QUIP + "_turns", 'state.seed + (side == "u")', "state.seed")),
+    _bug("first_size_alone", "QuIP", "layers of another size than the first are not turned", _CHANGED,
+         Edit(_QUIP + "_turns", "return list(turns.values())", "return list(turns.values())[:1]")),
+    _bug("first_turn_alone", "QuIP", "of the rotations that were made one is used", _CHANGED,
+         Edit(_QUIP + "on_calibration_start", "self.turn_online(state, turns)", "self.turn_online(state, turns[:1])")),
 )  # fmt: skip
