@@ -82,13 +82,14 @@ def show_figures(found: Sequence[Figures]) -> None:
     rows = [
         (
             one.noise,
-            f"{one.false_alarms:.2f}",
+            f"{one.false_alarms:.2f} ({one.between[0]:.2f} to {one.between[1]:.2f})",
             *(f"{share:.0%}, night {_night(one.median_night[name])}" for name, share in one.seen.items()),
         )
         for one in found
     ]
     table = plain_table(("noise", "false alarms", *found[0].seen), rows, is_lined=True)
-    _print(table, "false alarms: of 50 metrics in 100 nights; changes: share seen in time (3, 15, 20 nights), median night")
+    alarms = "false alarms: of 50 metrics in 100 nights, and the 95 % interval of that"
+    _print(table, f"{alarms}; changes: share seen in time (3, 15, 20 nights), median night")
 
 
 def _name(name: str) -> Text:

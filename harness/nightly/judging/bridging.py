@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.nightly.judging.shifts import Bridge
+from harness.nightly.judging.shifts import Bridge, median
 from harness.nightly.measurement import Measurement
 
 
@@ -45,9 +46,14 @@ def level(values: Sequence[float], better: str) -> float:
         The median of the means of all pairs.
     """
     values_R = np.log(np.asarray(values, dtype=np.float64))
-    first, second = np.triu_indices(len(values_R))
-    mean = float(np.median((values_R[first] + values_R[second]) / 2))
+    first, second = _pairs(len(values_R))
+    mean = median((values_R[first] + values_R[second]) / 2)
     return mean if better == "lower" else -mean
+
+
+@lru_cache(maxsize=8)
+def _pairs(count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    return np.triu_indices(count)
 
 
 def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:

@@ -120,10 +120,10 @@ def _worse(changes: Sequence[Change], in_all: float) -> str:
     one = changes[0]
     p_value = f"p = {one.p_value:.1g}" if one.p_value > _LEAST_P else f"p < {_LEAST_P:g}"
     beyond = f"; again since {changes[-1].night}, by {math.expm1(in_all):.1%} in all" if len(changes) > 1 else ""
-    return f"worse by {one.effect:.1%} ({one.low:.1%} to {one.high:.1%}) since {one.night}, {p_value}{beyond}"
+    return f"worse by {one.effect:.1%} ({one.low:.1%} to {one.high:.1%}) since {one.night}, {p_value}, power {one.power:.0%}{beyond}"
 
 
 def _change(shift: Shift, night: str, word: Acceptance | None) -> Change:
     width = student_quantile((1 + _CONFIDENCE) / 2, max(3, int(shift.degrees))) * shift.error
     effect, low, high = (math.expm1(value) for value in (shift.effect, shift.effect - width, shift.effect + width))
-    return Change(night, effect, low, high, shift.p_value, word)
+    return Change(night, effect, low, high, shift.p_value, shift.power, word)

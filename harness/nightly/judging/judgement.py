@@ -22,6 +22,7 @@ class Change:
         low: end of its 95 % interval.
         high: likewise.
         p_value: one-sided, that noise alone gives so much; of a paired metric an upper bound.
+        power: chance that a change of this size shows in such noise, as it did; near a half, it is likely smaller than it seems.
         acceptance: somebody's word that it is meant; None where there is none, or it has expired.
     """
 
@@ -30,6 +31,7 @@ class Change:
     low: float
     high: float
     p_value: float
+    power: float
     acceptance: Acceptance | None = None
 
 

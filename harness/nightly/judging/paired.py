@@ -64,7 +64,8 @@ def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance
         return Judgement(last.metric, Verdict.PASS, summary, len(nights), accepted, interval.standard_error, seen)
     first = next(index for index in range(len(nights)) if all(_is_worse(base, one) for one in nights[index:]))
     change = _change(nights[first], interval, None)
-    summary = f"worse by {change.effect:.1%} ({change.low:.1%} to {change.high:.1%}) than in {base.night}, since {change.night}"
+    size = f"{change.effect:.1%} ({change.low:.1%} to {change.high:.1%})"
+    summary = f"worse by {size} than in {base.night}, since {change.night}, power {change.power:.0%}"
     return Judgement(last.metric, Verdict.REGRESSION, summary, len(nights), (*accepted, change), interval.standard_error, seen)
 
 
@@ -102,4 +103,6 @@ def _compare(base: Measurement, night: Measurement, confidence: float = _SHOWN) 
 
 
 def _change(night: Measurement, interval: Interval, word: Acceptance | None) -> Change:
-    return Change(night.night, interval.estimate, interval.low, interval.high, (1 - _LEVEL) / 2, word)
+    sureness = interval.estimate / interval.standard_error if interval.standard_error > 0 else math.inf
+    power = _NORMAL.cdf(sureness - _NORMAL.inv_cdf((1 + _LEVEL) / 2))
+    return Change(night.night, interval.estimate, interval.low, interval.high, (1 - _LEVEL) / 2, power, word)

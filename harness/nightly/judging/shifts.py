@@ -66,6 +66,11 @@ class Shift:
         return student_tail(abs(self.effect) / self.error, self.degrees)
 
     @property
+    def power(self) -> float:
+        """Chance that as many nights show a shift of this size."""
+        return _NORMAL.cdf(abs(self.effect) / self.error + _NORMAL.inv_cdf(LEVEL))
+
+    @property
     def shows(self) -> bool:
         """Whether it is large and sure enough to be one."""
         least = LEAST_EFFECT if self.effect > 0 and not self.is_drift else LEAST_GAIN
@@ -218,17 +223,24 @@ def _split(levels_N: NDArray[np.float64]) -> int:
         import ruptures
     except ModuleNotFoundError as error:
         raise HarnessError("harness nightly: ruptures is not installed; pip install 'compressor-harness[nightly]'") from error
-    middle, spread = float(np.median(levels_N)), _winsorized(levels_N)[1]
+    middle, spread = median(levels_N), _winsorized(levels_N)[1]
     signal = np.clip(levels_N, middle - 20 * spread, middle + 20 * spread)[:, None]
     return int(ruptures.KernelCPD(kernel="linear", min_size=LEAST_AFTER).fit(signal).predict(n_bkps=1)[0])
 
 
 def _winsorized(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
     """The values, those beyond three robust standard deviations moved there, and their standard deviation."""
-    middle = float(np.median(values_N))
-    robust = 1.4826 * float(np.median(np.abs(values_N - middle)))
-    kept_N = np.clip(values_N, middle - 3 * robust, middle + 3 * robust) if robust > 0 else values_N
-    return kept_N, max(float(kept_N.std(ddof=min(1, len(kept_N) - 1))), robust, 1e-9)
+    middle = median(values_N)
+    robust = 1.4826 * median(np.abs(values_N - middle))
+    kept_N = np.minimum(np.maximum(values_N, middle - 3 * robust), middle + 3 * robust) if robust > 0 else values_N
+    centred_N = kept_N - kept_N.sum() / len(kept_N)
+    return kept_N, max(math.sqrt(float(centred_N @ centred_N) / max(1, len(kept_N) - 1)), robust, 1e-9)
+
+
+def median(values_N: NDArray[np.float64]) -> float:
+    """Return the median of some numbers, a tenth of numpy's time for as few as nights are."""
+    ordered_N, half = np.sort(values_N), len(values_N) // 2
+    return float(ordered_N[half] if len(values_N) % 2 else (ordered_N[half - 1] + ordered_N[half]) / 2)
 
 
 def _correlation(values_M: NDArray[np.float64]) -> float:

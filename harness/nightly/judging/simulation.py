@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -142,19 +143,21 @@ class Figures:
     Attributes:
         noise: its name.
         false_alarms: in 50 metrics over 100 nights, on average.
+        between: 95 % interval of that average, since alarms are few.
         seen: name of a planted change to the share of series in which it was seen in time.
         median_night: likewise, to the night by which half of the series had seen it; infinite where fewer did.
     """
 
     noise: str
     false_alarms: float
+    between: tuple[float, float]
     seen: Mapping[str, float]
     median_night: Mapping[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types; infinity as None."""
         finite = {name: None if math.isinf(night) else night for name, night in self.median_night.items()}
-        return asdict(self) | {"seen": dict(self.seen), "median_night": finite}
+        return asdict(self) | {"between": list(self.between), "seen": dict(self.seen), "median_night": finite}
 
 
 def simulate(num_series: int = 200, seed: int = 0, progress: Progress | None = None, noises: Mapping[str, Noise] = NOISES) -> list[Figures]:
@@ -181,8 +184,26 @@ def simulate(num_series: int = 200, seed: int = 0, progress: Progress | None = N
                 seen[planted.name] = float((nights <= planted.by_night).mean())
                 median[planted.name] = float(np.median(nights))
                 task.advance()
-            found.append(Figures(name, alarms * METRIC_NIGHTS / (num_series * NIGHTS_JUDGED), seen, median))
+            unit = METRIC_NIGHTS / (num_series * NIGHTS_JUDGED)
+            low, high = poisson_interval(alarms)
+            found.append(Figures(name, alarms * unit, (low * unit, high * unit), seen, median))
     return found
+
+
+def poisson_interval(count: int) -> tuple[float, float]:
+    """Return between which numbers the mean lies, with 95 %, of what was counted once.
+
+    Args:
+        count: of rare events.
+
+    Returns:
+        Lower and upper end, within 3 % of the exact ones where there are none, or three or more.
+
+    Source: Wilson and Hilferty 1931, in Garwood's interval.
+    """
+    z, more = NormalDist().inv_cdf(0.975), count + 1
+    low = count * (1 - 1 / (9 * count) - z / (3 * math.sqrt(count))) ** 3 if count else 0.0
+    return low, more * (1 - 1 / (9 * more) + z / (3 * math.sqrt(more))) ** 3
 
 
 def _levels(logs: NDArray[np.float64]) -> NDArray[np.float64]:

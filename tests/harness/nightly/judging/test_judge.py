@@ -11,7 +11,7 @@ import pytest
 
 from harness.nightly.judging.bridging import level
 from harness.nightly.judging.judge import judge
-from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, find_shifts, student_tail
+from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, Shift, find_shifts, student_tail
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 
@@ -33,7 +33,12 @@ def test_a_step_is_found_with_its_first_night_and_its_size(better: str, factor: 
     (change,) = found.changes
     assert found.verdict is Verdict.REGRESSION and change.night == night_label(40)
     assert change.low < 0.05 < change.high and abs(change.effect - 0.05) < 0.01
-    assert f"since {night_label(40)}" in found.summary
+    assert f"since {night_label(40)}" in found.summary and 0.99 < change.power <= 1.0
+
+
+def test_a_step_that_hardly_shows_has_little_power() -> None:
+    sure, hardly = (Shift(40, 42, 40, effect, 0.002, 60.0) for effect in (0.05, 0.0088))
+    assert sure.power > 0.999 and hardly.shows is False and hardly.power == pytest.approx(0.55, abs=0.02)
 
 
 def test_a_change_for_the_better_is_no_regression() -> None:

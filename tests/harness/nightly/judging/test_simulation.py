@@ -11,7 +11,12 @@ import pytest
 from compressor.errors import UserInputError
 from harness.nightly.environment import Environment
 from harness.nightly.history import History
-from harness.nightly.judging.simulation import NOISES, PLANTED, recorded, simulate
+from harness.nightly.judging.simulation import NOISES, PLANTED, poisson_interval, recorded, simulate
+
+
+@pytest.mark.parametrize(("count", "low", "high"), [(0, 0.0, 3.6889), (3, 0.6187, 8.7673), (14, 7.6539, 23.4896)])  # scipy.stats.chi2
+def test_few_alarms_say_little_of_their_mean(count: int, low: float, high: float) -> None:
+    assert poisson_interval(count) == (pytest.approx(low, rel=0.03), pytest.approx(high, rel=0.03))
 
 
 @pytest.mark.nightly
