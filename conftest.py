@@ -39,10 +39,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin skips what the profile leaves to the night
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that a change does not need; a case that is asked for by its name always runs."""
+    """Leave out the cases that a change does not need; what is asked for by its name (`tests/a.py::test_b`) always runs."""
     from harness.plugin.options import setting
 
-    if config.getoption("--all-cases") or setting(config, "profile") in ("nightly", "release"):
+    if config.getoption("--all-cases") or setting(config, "profile") in ("nightly", "release") or any("::" in arg for arg in config.args):
         return
     lines = (_ROOT / "tests" / "cases_per_change.txt").read_text(encoding="utf-8").splitlines()
     shares = {name: share for share, name in (line.split(maxsplit=1) for line in lines if not line.startswith("#"))}
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (name := item.nodeid.partition("[")[0]) in shares:
             cases.setdefault(name, []).append(item)
-    left_out: set[pytest.Item] = set()
+    left_out = {item for item in items if item.get_closest_marker("nightly")}
     for name, found in cases.items():
         wanted = _wanted(shares[name], [item.nodeid.partition("[")[2] for item in found])
         left_out.update(item for number, item in enumerate(found) if number not in wanted)
