@@ -3,8 +3,7 @@
     plan = trace(model, batches, targets=None, leaves=(), engine="auto", max_variants=8, verify="first")
     plan.stages, plan.variants, plan.guards, plan.leaves, plan.engine, plan.why, plan.report()
     for stage in plan.run(batches, store):
-        stage.calibrate()
-        ...                    # compress what lies inside
+        stage.calibrate()      # then compress what lies inside
         stage.propagate()
 
 Randomness: every sample's forward starts from the state that the random generators have when the run starts, and keeps a state of its
@@ -44,7 +43,6 @@ from compressor.tracing.targets.store import ValueStore
 from compressor.tracing.traces import Traces
 
 __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "check_tracing_options", "trace"]
-
 
 _Made = TypeVar("_Made")
 _A_FEW = 4  # batches
@@ -276,9 +274,8 @@ class Plan:
         self._graph = None if self._asked == "suspend" else self._make_graph()
         self.engine = "suspend" if self._graph is None else "graph"
         self.why = "asked for" if self._asked != "auto" else "all batches can be followed"
-        self._apart.clear()
-        self._trails.clear()
-        self._kept.clear()
+        for kept in (self._apart, self._trails, self._kept):
+            kept.clear()
         if self._graph is not None:
             self._graph.planner.returning = self._returning
 
