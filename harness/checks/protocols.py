@@ -407,7 +407,7 @@ class ExpertPruner(Protocol):
     Attributes:
         kind: "expert_pruner".
         name: for reports.
-        tags: what it promises: router_weighted.
+        tags: what it promises: router_weighted, refits.
         sparsity: share of the experts of each layer that go, rounded down.
         architectures: names of `harness trace-audit` that it claims to know.
     """
@@ -427,7 +427,7 @@ class ExpertPruner(Protocol):
             masks: of each batch the places of its tokens, bool [B, T]; None for all.
 
         Returns:
-            In the order of the layers.
+            In the order of the layers, and in each of the places that the experts then have, whatever order that is.
         """
 
 

@@ -59,7 +59,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "online": "layers whose weight it changes go on to change what they are handed, or give, in hooks; `reload()` brings these back",
         "incoherent": "weights are turned on both sides, so that none of their entries stands out",
         # pruners of experts
-        "refits": "experts that stay are moved so that the layer gives what it gave",
+        "refits": "the last weights of experts that stay are moved so that the layer gives what it gave; nothing else changes",
         "router_weighted": "those experts go whose mean of router weight times size of output is least, in the model as it was",
     }
 )

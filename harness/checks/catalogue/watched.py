@@ -26,9 +26,10 @@ from harness.lifecycle.subject import begin_random_numbers
 _MAY_CHANGE: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("layer", "weight"): ("attribute", "tensor"),  # what it has unpacked it may keep
     ("layer", "expected_input"): ("attribute", "tensor"),
+    ("expert_pruner", "prune"): ("attribute", "tensor", "module"),  # a check of its own holds tensors and settings against the base
 }
 # These run models or are run in other processes: what they change is looked at by checks of their own.
-_UNWATCHED = frozenset({"calibration", "artifact", "expert_pruner"})
+_UNWATCHED = frozenset({"calibration", "artifact"})
 _MAKES_MODULES = frozenset({"build", "apply"})
 
 
@@ -95,7 +96,7 @@ class Watched:
                 if self._subject.kind == "transform":
                     inside = _beside_weights(inside, was, value, given[key], online="online" in self._subject.tags)
                 else:
-                    inside = [one for one in inside if "appeared" not in one.text or one.kind == "hooks"]
+                    inside = [one for one in inside if not _of_another_module(one, self._subject.kind)]
                 if inside:
                     raise SideEffectError(f"{name}() has changed the {key} that it was given: {inside[0]}", f"{key} {inside[0].kind}")
             elif was != value:
@@ -110,6 +111,13 @@ class Watched:
 @cache
 def _parameters(protocol: type, method: str) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(getattr(protocol, method)).parameters if name != "self")
+
+
+def _of_another_module(one: Difference, kind: str) -> bool:
+    """Whether something came, or went with a module that another takes the place of; a hook that runs does not."""
+    if one.kind == "hooks":
+        return kind == "expert_pruner" and one.text in ("appeared: []", "vanished: []")
+    return "appeared" in one.text or (kind == "expert_pruner" and one.text.startswith("vanished"))
 
 
 # To untie a head is said in the config, and in what transformers remembers of ties.
@@ -148,7 +156,7 @@ def _weight_of(snapshot: Snapshot, name: str) -> object:
     return held[0] if isinstance(held, list) else None
 
 
-_AROUND = ("rng", "torch", "threads", "class")
+_AROUND = ("rng", "torch", "threads")
 
 
 def _look(given: Mapping[str, Any]) -> dict[str, object]:

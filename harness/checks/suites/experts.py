@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from harness.checks.catalogue.registry import CheckContext, CheckFailed, Nothing
 from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, reloaded, token_ids, truly
 from harness.checks.protocols import ExpertPruner
 from harness.checks.suites.transform import refuse_vacuous
+from harness.modules.tensors import same_bits
 
 _REFITTED = 1e-3  # what least squares may make of another order of the same sums
 _EPS = 64 * torch.finfo(torch.float32).eps
@@ -38,6 +39,11 @@ def _router(model: nn.Module, name: str, number: int) -> dict[str, Tensor]:
     inside = f"{name.rpartition('.')[2]}."
     beside = {key: value.detach() for key, value in found.items() if not key.startswith(inside)}
     return {key: value.movedim(value.shape.index(number), 0) for key, value in beside.items() if number in value.shape}
+
+
+def _chosen(kept: Sequence[Sequence[int]]) -> list[set[int]]:
+    """Who stays, whatever their order."""
+    return [set(own) for own in kept]
 
 
 def _prune(subject: ExpertPruner, model: nn.Module, ids: Sequence[Tensor], masks: Sequence[Tensor] | None = None) -> list[list[int]]:
@@ -70,7 +76,7 @@ def criterion(subject: ExpertPruner, context: CheckContext) -> str:
                 continue
             judged += 1
             wanted = sorted(map(int, order[dropped:]))
-            if own != wanted:
+            if sorted(own) != wanted:
                 raise CheckFailed(f"{architecture}: of {layer} the experts {own} stay, where {wanted} matter most")
     if not judged:
         raise NothingToCheckError("no layer was decided")
@@ -173,19 +179,91 @@ def _same(architecture: str, what: str, found: Tensor, expected: Tensor, limit: 
 def smaller_model(subject: ExpertPruner, context: CheckContext) -> str:
     """Load it with the loader of its own class, which builds it from its config."""
     for architecture in subject.architectures:
-        model = build(architecture, seed=context.seed)
-        numbers = [module.down_proj.shape[0] for _, module in _layers(model)]
-        ids = token_ids(model, seed=context.seed)
-        kept = _prune(subject, model, ids)
-        loaded = reloaded(model)
-        left = [module.down_proj.shape[0] for _, module in _layers(loaded)]
-        wanted = [number - int(number * subject.sparsity) for number in numbers]
-        if left != wanted or [len(one) for one in kept] != wanted:
+        pruned = _pruned(subject, context, architecture)
+        left = [module.down_proj.shape[0] for _, module in _layers(pruned.loaded)]
+        wanted = [number - int(number * subject.sparsity) for number in (module.down_proj.shape[0] for _, module in _layers(pruned.base))]
+        if left != wanted or [len(one) for one in pruned.kept] != wanted:
             raise CheckFailed(
-                f"{architecture}: layers of {left} experts are loaded, and {[len(one) for one in kept]} told; {wanted} should stay"
+                f"{architecture}: layers of {left} experts are loaded, and {[len(one) for one in pruned.kept]} told; {wanted} should stay"
             )
-        _same(architecture, "loaded again,", logits(loaded, ids[0]), logits(model, ids[0]))
+        ids = token_ids(pruned.base, seed=context.seed)
+        _same(architecture, "loaded again,", logits(pruned.loaded, ids[0]), logits(pruned.model, ids[0]))
     return f"{len(subject.architectures)} architectures: {', '.join(subject.architectures)}"
+
+
+class _Pruned(NamedTuple):
+    """A model before and after, what was loaded of it again, and who stays."""
+
+    base: nn.Module
+    model: nn.Module
+    loaded: nn.Module
+    kept: list[list[int]]
+
+
+def _pruned(subject: ExpertPruner, context: CheckContext, architecture: str) -> _Pruned:
+    def make() -> _Pruned:
+        model = build(architecture, seed=context.seed)
+        base = copy.deepcopy(model)
+        kept = _prune(subject, model, token_ids(model, seed=context.seed))
+        return _Pruned(base, model, reloaded(model), kept)
+
+    return context.once(subject, f"pruned {architecture}", make)
+
+
+@register(
+    None,
+    "kept_weights",
+    "What stays is what it was, bit for bit: all but the last weights of experts, where these are moved to make up for the rest",
+    kind="expert_pruner",
+)
+def kept_weights(subject: ExpertPruner, context: CheckContext) -> str:
+    """Take the experts that stay, and their rows of the router, out of the base; hold all tensors and settings against it."""
+    compared = 0
+    for architecture in subject.architectures:
+        pruned = _pruned(subject, context, architecture)
+        wanted, moved = _taken_out(pruned)
+        found = pruned.loaded.state_dict()
+        if lost := sorted(wanted.keys() ^ found.keys()):
+            raise CheckFailed(f"{architecture}: {lost[0]} is in one of base and pruned model alone")
+        for name in wanted.keys() - (moved if "refits" in subject.tags else set()):
+            if not same_bits(found[name], wanted[name]):
+                raise CheckFailed(f"{architecture}: {name} is not what it was, of the experts that are told to stay")
+        _hold_settings(architecture, pruned)
+        compared += len(wanted)
+    return f"{compared} tensors of {len(subject.architectures)} architectures"
+
+
+def _taken_out(pruned: _Pruned) -> tuple[dict[str, Tensor], set[str]]:
+    """What is left of the base's tensors, those of experts in the order that is told; and the names of their last weights."""
+    wanted, moved = dict(pruned.base.state_dict()), set()
+    for (name, module), own in zip(_layers(pruned.base), pruned.kept, strict=True):
+        number, parent = len(module.down_proj), name.rpartition(".")[0]
+        stacks = [f"{name}.{key}" for key, _ in module.named_parameters()]
+        for key in (*stacks, *(f"{parent}.{key}" for key in _router(pruned.base, name, number))):
+            wanted[key] = wanted[key].index_select(wanted[key].shape.index(number), torch.tensor(own))
+        moved.add(f"{name}.down_proj")
+    return wanted, moved
+
+
+def _hold_settings(architecture: str, pruned: _Pruned) -> None:
+    """No setting may differ but what counts experts, or would choose more of them than there are."""
+    before, after = dict(_settings(reloaded(pruned.base))), dict(_settings(pruned.loaded))
+    number, left = len(_layers(pruned.base)[0][1].down_proj), len(pruned.kept[0])
+    for name in sorted(before.keys() | after.keys()):
+        was, now = before.get(name), after.get(name)
+        if was != now and not (now == left and isinstance(was, int) and left < was <= number):
+            raise CheckFailed(f"{architecture}: the setting {name} was {was!r} and is {now!r}")
+
+
+def _settings(model: Any) -> Iterator[tuple[str, Any]]:
+    """Settings of a model that was loaded, by dotted name; where it was loaded from is none."""
+    below = [("", {**model.config.to_dict(), "_name_or_path": None})]
+    while below:
+        name, value = below.pop()
+        if isinstance(value, dict):
+            below += [(f"{name}.{key}".lstrip("."), one) for key, one in value.items()]
+        else:
+            yield name, value
 
 
 @register(None, "any_order", "Experts in another order give the same choice and the same output", kind="expert_pruner")
@@ -205,8 +283,8 @@ def any_order(subject: ExpertPruner, context: CheckContext) -> str:
         ids = token_ids(model, seed=context.seed, rows=4, length=24)
         _same(architecture, "with experts in another order", logits(other, ids[0]), logits(model, ids[0]))
         kept, found = _prune(subject, model, ids), _prune(subject, other, ids)
-        back = [sorted(order[place] for place in own) for order, own in zip(orders, found, strict=True)]
-        if back != kept:
+        back = [[order[place] for place in own] for order, own in zip(orders, found, strict=True)]
+        if _chosen(back) != _chosen(kept):
             raise CheckFailed(f"{architecture}: the experts {kept} stay, and in another order {back}")
         limit = _REFITTED if "refits" in subject.tags else _EPS
         _same(architecture, "pruned in another order", logits(other, ids[0]), logits(model, ids[0]), limit)
@@ -225,9 +303,9 @@ def padding(subject: ExpertPruner, context: CheckContext) -> str:
         plain, masked, full = (
             _prune(subject, copy.deepcopy(model), given, seen) for given, seen in ((ids, None), (padded, masks), (padded, None))
         )
-        if masked != plain:
+        if _chosen(masked) != _chosen(plain):
             raise CheckFailed(f"{architecture}: the experts {plain} stay, and with padding {masked}")
-        told += full != plain
+        told += _chosen(full) != _chosen(plain)
     if not told:
         raise NothingToCheckError("tokens in the place of padding would decide nothing either")
     return f"{3 * len(subject.architectures)} models, of which {told} would choose otherwise if padding counted"
@@ -260,7 +338,6 @@ def refitted(subject: ExpertPruner, context: CheckContext) -> str:
         inputs = _inner(unmoved, name, ids)
         best = missing - inputs @ torch.linalg.lstsq(inputs, missing, driver="gelsd").solution
         least, lost, own = (float(one.square().sum()) for one in (best, missing, found - wanted))
-        print(architecture, (own - least) / (lost - least), own, least, lost)
         shares.append((own - least) / (lost - least))
         if not shares[-1] <= _LEFT:
             raise CheckFailed(f"{architecture}: {shares[-1]:.3g} of the squared error of {name} that could be made good is left")

@@ -1,0 +1,111 @@
+"""Who takes experts out may keep them in any order; what is changed beside the choice is told, by what it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import harness
+from harness.checks.adapters.modifiers import OurExpertPruner
+
+
+class Plain:
+    """Takes the experts that ours would keep out of a Mixtral-like model; something may follow."""
+
+    kind, name, sparsity, architectures = "expert_pruner", "plain", 0.5, ("qwen3_moe",)
+    tags = frozenset({"router_weighted"})
+
+    def __init__(self, also: Callable[[Any], object] = lambda model: None, *, last_first: bool = False) -> None:
+        self._also, self._last_first = also, last_first
+
+    def chosen(self, model: nn.Module, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        return OurExpertPruner(self.sparsity, refit=False).prune(copy.deepcopy(model), input_ids, masks)
+
+    @torch.no_grad()
+    def prune(self, model: Any, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        kept = [sorted(own, reverse=self._last_first) for own in self.chosen(model, input_ids, masks)]
+        for block, own in zip(_blocks(model), kept, strict=True):
+            for owner, name in ((block.experts, "gate_up_proj"), (block.experts, "down_proj"), (block.gate, "weight")):
+                setattr(owner, name, nn.Parameter(getattr(owner, name)[own].clone()))
+            block.experts.num_experts = block.gate.num_experts = model.config.num_experts = len(own)
+        self._also(model)
+        return kept
+
+
+def _blocks(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "experts") and hasattr(module, "gate")]
+
+
+def _scale(name: str, by: float) -> Callable[[Any], object]:
+    return lambda model: model.get_parameter(name).mul_(by)
+
+
+def _one_for_two(model: Any) -> None:
+    model.config.num_experts_per_tok = 1
+    for block in _blocks(model):
+        block.gate.top_k = 1
+
+
+def _patch(model: Any) -> None:
+    kind = type(_blocks(model)[0])
+    forward = kind.forward
+    kind.forward = lambda self, *args, **named: forward(self, *args, **named)
+
+
+_LAYER = "model.layers.1."
+WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
+    "experts grow": (_scale(f"{_LAYER}mlp.experts.down_proj", 2.0), "mlp.experts.down_proj is not what it was"),
+    "experts grow by little": (_scale(f"{_LAYER}mlp.experts.gate_up_proj", 1.0001), "mlp.experts.gate_up_proj is not what it was"),
+    "no router": (_scale(f"{_LAYER}mlp.gate.weight", 0.0), "mlp.gate.weight is not what it was"),
+    "attention": (_scale(f"{_LAYER}self_attn.o_proj.weight", 1.01), "self_attn.o_proj.weight is not what it was"),
+    "head": (_scale("lm_head.weight", 1.01), "lm_head.weight is not what it was"),
+    "a norm in half precision": (lambda model: model.model.norm.bfloat16().float(), "model.norm.weight is not what it was"),
+    "fewer experts for a token": (_one_for_two, "the setting num_experts_per_tok was 2 and is 1"),
+    "another setting": (lambda model: setattr(model.config, "use_cache", True), "the setting use_cache was False and is True"),
+    "hooks": (lambda model: _blocks(model)[0].experts.register_forward_pre_hook(print), "_forward_pre_hooks: hooks changed: 0 before, 1 after"),
+    "a seed": (lambda model: torch.manual_seed(0), "rng was seeded or drawn from"),
+    "gradients": (lambda model: model.lm_head.weight.requires_grad_(False), "lm_head.weight: requires_grad changed: True -> False"),
+    "gradients of experts": (lambda model: _blocks(model)[0].experts.down_proj.requires_grad_(False), "requires_grad changed: True -> False"),
+    "training": (lambda model: model.train(), "training changed: False -> True"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("last_first", [False, True])
+def test_experts_may_stay_in_any_order(last_first: bool) -> None:
+    report = harness.check(Plain(last_first=last_first), draws=False)
+    assert report.verdict.value == "pass", report.to_text()
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_changed_beside_the_choice_is_told(name: str) -> None:
+    also, says = WRONG[name]
+    record = harness.check(Plain(also), checks=["expert_pruner.kept_weights"], draws=False).records[0]
+    assert record.outcome == "fail" and says in record.summary, record.summary
+
+
+def test_a_class_that_is_patched_is_told() -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
+
+    forward = Block.forward
+    try:
+        record = harness.check(Plain(_patch), checks=["expert_pruner.kept_weights"], draws=False).records[0]
+    finally:
+        Block.forward = forward
+    assert record.outcome == "fail" and "Qwen3MoeSparseMoeBlock: class changed: forward" in record.summary, record.summary
+
+
+class Numbers(Plain):
+    """Keeps the experts in one order, and tells another."""
+
+    def prune(self, model: Any, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        return [list(own)[::-1] for own in super().prune(model, input_ids, masks)]
+
+
+def test_numbers_are_those_of_the_places() -> None:
+    record = harness.check(Numbers(), checks=["expert_pruner.kept_weights"], draws=False).records[0]
+    assert record.outcome == "fail" and "is not what it was, of the experts that are told to stay" in record.summary
