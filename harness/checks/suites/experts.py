@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, reloaded, token_ids, truly
+from harness.checks.inputs.expert_scores import READINGS, look, telling_draw
+from harness.checks.inputs.norm_linear_models import build, logits, reloaded, token_ids
 from harness.checks.protocols import ExpertPruner
 from harness.checks.suites.transform import refuse_vacuous
 from harness.modules.tensors import same_bits
@@ -22,7 +23,6 @@ _EPS = 64 * torch.finfo(torch.float32).eps
 # Of what least squares could make good: a ridge, few rounds, and tokens that only judge take their part.
 _LEFT, _LEFT_ON_AVERAGE = 0.6, 0.25
 _UNLIKE, _NOTHING_LOST = 0.05, 1e-6
-_UNDECIDED = 1e-4  # relative distance of two scores that rounding may exchange
 _FAR = -1e4  # a bias with which no router chooses an expert
 _BIASES = ("bias", "e_score_correction_bias")
 
@@ -59,64 +59,30 @@ def _prune(subject: ExpertPruner, model: nn.Module, ids: Sequence[Tensor], masks
     needs=("router_weighted",),
 )
 def criterion(subject: ExpertPruner, context: CheckContext) -> str:
-    """Score each expert through the forward of the fused class."""
-    judged = 0
+    """Score each expert through the forward of the fused class, on batches on which mistakes would choose otherwise."""
+    judged, untold = 0, {architecture: set(READINGS) for architecture in subject.architectures}
     for seed, architecture in _models(subject, context):
         model = build(architecture, seed=seed)
-        ids = token_ids(model, seed=seed, rows=4, length=24)
-        scores = _scores(model, ids)
-        kept = _prune(subject, model, ids)
-        if len(kept) != len(scores):
-            raise CheckFailed(f"{architecture}: {len(kept)} layers of experts are told, and the model has {len(scores)}")
-        for (layer, scores_E), own in zip(scores.items(), kept, strict=True):
-            dropped = int(len(scores_E) * subject.sparsity)
-            order = scores_E.argsort()
-            low, high = float(scores_E[order[dropped - 1]]), float(scores_E[order[dropped]])
-            if high - low <= _UNDECIDED * high:
-                continue
-            judged += 1
-            wanted = sorted(map(int, order[dropped:]))
-            if sorted(own) != wanted:
-                raise CheckFailed(f"{architecture}: of {layer} the experts {own} stay, where {wanted} matter most")
+        layers = [name for name, _ in _layers(model)]
+        ids = torch.cat(token_ids(model, seed=seed, rows=8, length=24))
+        drawn = telling_draw(ids, look(model, layers, ids), subject.sparsity, untold[architecture], seed)
+        untold[architecture] -= drawn.told
+        kept = _prune(subject, model, drawn.ids)
+        if len(kept) != len(layers):
+            raise CheckFailed(f"{architecture}: {len(kept)} layers of experts are told, and the model has {len(layers)}")
+        for layer, wanted, own in zip(layers, drawn.wanted, kept, strict=True):
+            if wanted is not None and set(own) != wanted:
+                raise CheckFailed(f"{architecture}: of {layer} the experts {own} stay, where {sorted(wanted)} matter most")
+        judged += len(drawn.wanted) - drawn.wanted.count(None)
     if not judged:
         raise NothingToCheckError("no layer was decided")
-    return f"{judged} layers of {len(subject.architectures)} architectures"
+    missed = sorted(set.intersection(*untold.values()))
+    return f"{judged} layers of {len(untold)} architectures" + (f"; not told from {', '.join(missed)}" if missed else "")
 
 
 def _models(subject: ExpertPruner, context: CheckContext) -> list[tuple[int, str]]:
     """Seeds and architectures: what one model cannot tell apart another may."""
     return [(context.seed + more, architecture) for more in range(3) for architecture in subject.architectures]
-
-
-def _scores(model: nn.Module, ids: Sequence[Tensor]) -> dict[str, Tensor]:
-    wide: Any = in_dtype(model, torch.float64)
-    wide.config._experts_implementation = "eager"  # the products of others take no float64
-    sums: dict[str, Tensor] = {}
-    counts: dict[str, Tensor] = {}
-    busy = False
-
-    def look(name: str, module: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
-        nonlocal busy
-        if busy:
-            return
-        busy = True
-        hidden, index, weights = args
-        number = module.get_parameter("down_proj").shape[0]
-        for expert in range(number):
-            alone = module(hidden, torch.full((len(hidden), 1), expert), weights.new_ones(len(hidden), 1))
-            sizes = alone.double().norm(dim=-1, keepdim=True)
-            hits = index == expert
-            sums.setdefault(name, torch.zeros(number, dtype=torch.float64))[expert] += float((weights.double() * sizes * hits).sum())
-            counts.setdefault(name, torch.zeros(number, dtype=torch.float64))[expert] += float(hits.sum())
-        busy = False
-
-    with ExitStack() as stack, truly(torch.float64), torch.no_grad():
-        for name, module in _layers(wide):
-            hook = module.register_forward_pre_hook(lambda own, args, name=name: look(name, own, args))
-            stack.callback(hook.remove)
-        for batch in ids:
-            logits(wide, batch)
-    return {name: total / counts[name].clamp(min=1) for name, total in sums.items()}
 
 
 @register(

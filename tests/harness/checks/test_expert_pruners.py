@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import harness
 from harness.checks.adapters.modifiers import OurExpertPruner
+from harness.checks.inputs.expert_scores import READINGS, look
 
 
 class Plain:
@@ -67,10 +68,10 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "a norm in half precision": (lambda model: model.model.norm.bfloat16().float(), "model.norm.weight is not what it was"),
     "fewer experts for a token": (_one_for_two, "the setting num_experts_per_tok was 2 and is 1"),
     "another setting": (lambda model: setattr(model.config, "use_cache", True), "the setting use_cache was False and is True"),
-    "hooks": (lambda model: _blocks(model)[0].experts.register_forward_pre_hook(print), "_forward_pre_hooks: hooks changed: 0 before, 1 after"),
+    "hooks": (lambda model: _blocks(model)[0].experts.register_forward_pre_hook(print), "hooks changed: 0 before, 1 after"),
     "a seed": (lambda model: torch.manual_seed(0), "rng was seeded or drawn from"),
     "gradients": (lambda model: model.lm_head.weight.requires_grad_(False), "lm_head.weight: requires_grad changed: True -> False"),
-    "gradients of experts": (lambda model: _blocks(model)[0].experts.down_proj.requires_grad_(False), "requires_grad changed: True -> False"),
+    "gradients of experts": (lambda model: _blocks(model)[0].experts.requires_grad_(False), "requires_grad changed: True -> False"),
     "training": (lambda model: model.train(), "training changed: False -> True"),
 }  # fmt: skip
 
@@ -109,3 +110,28 @@ class Numbers(Plain):
 def test_numbers_are_those_of_the_places() -> None:
     record = harness.check(Numbers(), checks=["expert_pruner.kept_weights"], draws=False).records[0]
     assert record.outcome == "fail" and "is not what it was, of the experts that are told to stay" in record.summary
+
+
+class Misreads(Plain):
+    """Scores experts in another way than the criterion says."""
+
+    def __init__(self, reading: str) -> None:
+        super().__init__()
+        self._score = READINGS[reading]
+
+    def chosen(self, model: nn.Module, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        layers = [name for name, module in model.named_modules() if name.endswith(".experts")]
+        batches = [look(model, layers, ids) for ids in input_ids]
+        scores = [self._score([batch[place] for batch in batches]) for place in range(len(layers))]
+        return [one.topk(len(one) // 2).indices.tolist() for one in scores]
+
+
+@pytest.mark.parametrize("reading", READINGS)
+def test_another_reading_of_the_criterion_is_told(reading: str) -> None:
+    record = harness.check(Misreads(reading), checks=["expert_pruner.criterion"], draws=False).records[0]
+    assert record.outcome == "fail" and "matter most" in record.summary, record.summary
+
+
+def test_all_readings_are_told_apart() -> None:
+    record = harness.check(Plain(), checks=["expert_pruner.criterion"], draws=False).records[0]
+    assert record.outcome == "pass" and "not told" not in record.summary, record.summary
