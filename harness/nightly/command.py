@@ -242,9 +242,16 @@ def _show(settings: ShowSettings) -> Verdict:
 
 
 def _accept(settings: AcceptSettings) -> Verdict:
+    from harness.nightly.judging.judge import judge
+
     history = _history(settings)
     word = history.accept(_known(history, settings.metric), settings.night, settings.reason, settings.until)
-    print(f"{word.metric}: the level since {word.night} is accepted {'until ' + word.until if word.until else 'for good'}: {word.reason}")
+    found = judge(history.series(word.metric), history.acceptances(word.metric))
+    meant = next((one for one in found.changes if one.acceptance == word), None)
+    level = f"the level since {meant.night}" if meant else f"a level that begins on {word.night} or before"
+    print(f"{word.metric}: {level} is accepted {'until ' + word.until if word.until else 'for good'}: {word.reason}")
+    if meant is None:
+        print(f"none is seen that begins there: {found.summary}")
     return Verdict.PASS
 
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from harness.nightly.judging.bridging import BridgedSeries, bridged
-from harness.nightly.judging.judgement import Change, Judgement, day_of, find_acceptance
+from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.judging.paired import judge_paired
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, detectable_step, find_shifts
 from harness.nightly.measurement import Acceptance, Measurement
@@ -36,7 +36,7 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     Args:
         series: all its measurements, by night, as `History.series` gives them; at least one.
         acceptances: what was accepted of it.
-        today: the day on which acceptances are looked at; by default that of the last night, where it is one.
+        today: the day on which acceptances are looked at; by default today in UTC, or that of the last night where it is later.
 
     Returns:
         Of a paired metric the judgement of the last night against its baseline. Else that of the nights in the environment of the last one,
@@ -48,7 +48,7 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     last = series[-1]
     if last.kind == "paired":
         return judge_paired(series, acceptances, today)
-    today = day_of(last.night) if today is None else today
+    today = day_of_looking(last.night) if today is None else today
     live = sorted({one.night for one in series})[-LIVE_NIGHTS:]
     places = dict.fromkeys([last.environment, *(one.environment for one in series if one.night in live)])
     found = {place: _judge_environment(bridged(series, place), acceptances, today) for place in places}
@@ -70,27 +70,29 @@ class _Standing:
     open: list[Change] = field(default_factory=list)
     settled: list[Change] = field(default_factory=list)
     since: str = ""
+    start: int = 0
 
-    def take(self, change: Change, now: float) -> None:
+    def take(self, change: Change, now: float, place: int) -> None:
         """Go on by a shift.
 
         Args:
             change: it.
             now: the level behind it.
+            place: of its first night.
         """
         if change.acceptance is not None:
             self.settled += [change]
-            self._stand_at(now, f" since {change.night}, which was accepted")
+            self._stand_at(now, f"since {change.night}, which was accepted", place)
         elif change.effect > 0 and (self.open or now - self.reference >= LEAST_EFFECT):
             self.open.append(change)
         elif now - self.reference < LEAST_EFFECT:  # back where it was, or better
-            self._stand_at(min(now, self.reference), f" since {change.night}, when it became better by {-change.effect:.1%}")
+            self._stand_at(min(now, self.reference), f"since {change.night}, when it became better by {-change.effect:.1%}", place)
 
-    def _stand_at(self, now: float, since: str) -> None:
-        self.reference, self.since, self.open = now, since, []
+    def _stand_at(self, now: float, since: str, start: int) -> None:
+        self.reference, self.since, self.start, self.open = now, since, start, []
 
 
-def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date | None) -> Judgement:
+def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date) -> Judgement:
     nights, levels_N = series.nights, series.levels_N
     shifts = find_shifts(levels_N, bridge=series.bridge)
     bounds = [0, *(shift.start for shift in shifts.found), len(nights)]
@@ -99,7 +101,7 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
     for shift, now in zip(shifts.found, means[1:], strict=True):
         before = nights[max(0, shift.place - 1)].night
         word = find_acceptance(acceptances, nights[shift.place].night, before, today) if shift.effect > 0 else None
-        standing.take(_change(shift, nights[shift.place].night, word), now)
+        standing.take(_change(shift, nights[shift.place].night, word), now, shift.place)
     count, metric = len(nights), nights[-1].metric
     if standing.open:
         changes = (*standing.settled, *standing.open)
@@ -107,12 +109,13 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
             metric, Verdict.REGRESSION, _worse(standing.open, means[-1] - standing.reference), count, changes, math.nan, math.nan
         )
     told = f"{count} night{'' if count == 1 else 's'}{series.told}"
+    told += f", {count - standing.start} of them {standing.since}" if standing.since else ""
     missing = max(LEAST_NOISE + LEAST_AFTER - count, 2 * LEAST_AFTER - (count - shifts.start))
     if missing > 0:
-        summary = f"{told}{standing.since}: too few to tell noise from change; {missing} more in this environment are needed"
+        summary = f"{told}: too few to tell noise from change; {missing} more in this environment are needed"
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
     noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER)
-    summary = f"no change in {told}{standing.since}; noise {noise:.2%} a night; ten more would show a step of {seen:.1%}"
+    summary = f"no change in {told}; noise {noise:.2%} a night; ten more would show a step of {seen:.1%}"
     return Judgement(metric, Verdict.PASS, summary, count, tuple(standing.settled), noise, seen)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
+from datetime import UTC, date, datetime
 from typing import Any
 
 from harness.nightly.measurement import Acceptance
@@ -65,28 +65,29 @@ class Judgement:
         return {**named, "changes": changes, **known}
 
 
-def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, today: date | None) -> Acceptance | None:
+def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, today: date) -> Acceptance | None:
     """Find the acceptance that means a change: of its first night, or of a later one on which it was seen.
 
     Args:
         acceptances: of the metric.
         night: the first one of the new level.
         before: the one before it.
-        today: an acceptance whose last day is before it has expired; None where that cannot be told.
+        today: an acceptance whose last day is before it has expired.
 
     Returns:
         The acceptance that was written last; None where there is none.
     """
     for one in reversed(acceptances):
-        expired = bool(one.until) and today is not None and today > date.fromisoformat(one.until)
+        expired = bool(one.until) and today > date.fromisoformat(one.until)
         if one.night > before and not expired:
             return one
     return None
 
 
-def day_of(night: str) -> date | None:
-    """Return the day that a night's label begins with; None where it does not."""
+def day_of_looking(night: str) -> date:
+    """Return the day on which acceptances are looked at: today in UTC, or the day with which a night's label begins, where it is later."""
+    today = datetime.now(UTC).date()
     try:
-        return date.fromisoformat(night[:10])
+        return max(today, date.fromisoformat(night[:10]))
     except ValueError:
-        return None
+        return today

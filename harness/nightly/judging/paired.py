@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from harness.nightly.judging.judgement import Change, Judgement, day_of, find_acceptance
+from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, Interval, percentile_interval, resample_sums
@@ -35,13 +35,13 @@ def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance
     Args:
         series: all its measurements by night; a value a sequence.
         acceptances: what was accepted of it; the last that counts makes its night the baseline. Before there is one, the first night is.
-        today: the day on which acceptances are looked at; by default that of the last night, where it is one.
+        today: the day on which acceptances are looked at; by default today in UTC, or that of the last night where it is later.
 
     Returns:
         The judgement of the last night.
     """
     last = series[-1]
-    today = day_of(last.night) if today is None else today
+    today = day_of_looking(last.night) if today is None else today
     place, word = _baseline(series, acceptances, today)
     base, nights = series[place], series[place:]
     accepted = () if word is None else (_change(base, _compare(series[0], base), word),)
@@ -69,7 +69,7 @@ def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance
     return Judgement(last.metric, Verdict.REGRESSION, summary, len(nights), (*accepted, change), interval.standard_error, seen)
 
 
-def _baseline(series: Sequence[Measurement], acceptances: Sequence[Acceptance], today: date | None) -> tuple[int, Acceptance | None]:
+def _baseline(series: Sequence[Measurement], acceptances: Sequence[Acceptance], today: date) -> tuple[int, Acceptance | None]:
     for place in range(len(series) - 1, 0, -1):
         word = find_acceptance(acceptances, series[place].night, series[place - 1].night, today)
         if word is not None and word.night <= series[place].night:

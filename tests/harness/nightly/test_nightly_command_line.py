@@ -50,6 +50,14 @@ def test_a_change_that_is_accepted_passes_and_its_reason_is_shown(history: Path,
     assert "accepted since 2026-02-17: checks more" in nightly(capsys, "show", "slower", "--history", history)[1]
 
 
+def test_an_acceptance_that_means_no_change_says_so(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    accept = ("--reason", "typo", "--history", history)
+    code, text = nightly(capsys, "accept", "slower", "2026-02-16", *accept)
+    assert code == 0 and "a level that begins on 2026-02-16 or before is accepted for good: typo" in text
+    assert "none is seen that begins there: worse by" in text and "since 2026-02-17" in text
+    assert "the level since 2026-02-17 is accepted" in nightly(capsys, "accept", "slower", "2026-02-18", *accept)[1]
+
+
 def test_a_change_is_accepted_for_a_while(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     accept = ("accept", "slower", "2026-02-17", "--reason", "until the fix", "--until", "2999-02-18", "--history", history)
     assert "is accepted until 2999-02-18" in nightly(capsys, *accept)[1]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from datetime import date, timedelta
+from datetime import UTC, date, datetime, timedelta
 
 import numpy as np
 import pytest
 
 from harness.nightly.judging.bridging import level
 from harness.nightly.judging.judge import judge
+from harness.nightly.judging.judgement import day_of_looking
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, Shift, find_shifts, student_tail
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
@@ -133,7 +134,7 @@ def test_a_drift_that_began_on_the_first_night_is_found(rate: float, nights: int
 
 def test_what_is_mended_is_over() -> None:
     found = judge(series([1.0] * 40 + [1.05] * 20 + [1.0] * 20))
-    assert found.verdict is Verdict.PASS and f"since {night_label(60)}, when it became better by" in found.summary
+    assert found.verdict is Verdict.PASS and f"80 nights, 20 of them since {night_label(60)}, when it became better by" in found.summary
     half = judge(series([1.0] * 40 + [1.1] * 20 + [1.05] * 20))
     assert half.verdict is Verdict.REGRESSION and half.changes[0].night == night_label(40)
 
@@ -142,12 +143,17 @@ def test_what_is_accepted_is_settled_until_it_expires_and_what_follows_is_judged
     nights = [100.0] * 40 + [105.0] * 40
     word = Acceptance("m", night_label(41), "", "a slower, better kernel")
     found = judge(series(nights), [word])
-    assert found.verdict is Verdict.PASS and found.changes[0].acceptance == word and "which was accepted" in found.summary
+    assert found.verdict is Verdict.PASS and found.changes[0].acceptance == word
+    assert f"80 nights, 40 of them since {night_label(40)}, which was accepted" in found.summary
     again = judge(series([*nights, 110.0, 110.0, 110.0]), [word])
     assert again.verdict is Verdict.REGRESSION and again.changes[-1].night == night_label(80)
-    brief = Acceptance("m", night_label(41), night_label(60), "for a while")
-    assert judge(series(nights), [brief]).verdict is Verdict.REGRESSION
-    assert judge(series(nights), [brief], today=date.fromisoformat(night_label(60))).verdict is Verdict.PASS
+    last_day = night_label(len(nights) + 5)
+    brief = Acceptance("m", night_label(41), last_day, "for a while")
+    assert judge(series(nights), [brief], today=date.fromisoformat(last_day)).verdict is Verdict.PASS
+    assert judge(series(nights), [brief], today=date.fromisoformat(last_day) + timedelta(1)).verdict is Verdict.REGRESSION
+    for night in ("2019-01-01", "build 17"):  # where nothing has been measured since, the day passes all the same
+        assert day_of_looking(night) == datetime.now(UTC).date()
+    assert day_of_looking("2999-02-18 again") == date(2999, 2, 18)
 
 
 def test_an_acceptance_of_an_earlier_change_covers_no_later_one() -> None:

@@ -48,7 +48,7 @@ def test_one_sequence_that_explodes_does_not_pass() -> None:
 
 
 def test_an_acceptance_makes_its_night_the_baseline() -> None:
-    word = Acceptance("kl", "2026-01-02", "2026-01-20", "fewer tokens, on purpose")
+    word = Acceptance("kl", "2026-01-02", "2999-01-20", "fewer tokens, on purpose")
     series = nights(1.0, 1.1, 1.1, spread=0.0)
     found = judge(series, [word])
     assert found.verdict is Verdict.PASS and found.changes[0].acceptance == word and found.changes[0].effect == pytest.approx(0.1)
