@@ -258,6 +258,45 @@ def test_a_command_measures_the_code_of_each_commit_and_a_second_search_measures
     assert "change 2" in capsys.readouterr().out and logs == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("command.log")}
 
 
+TIMED = """
+import sys, time
+from harness.nightly.environment import current_environment
+from harness.nightly.history import History
+from work import work
+
+def seconds(call):
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+ratios = [seconds(work) / seconds(lambda: sum(range(100_000))) for _ in range(9)]
+History(sys.argv[1]).add("work/time", ratios, environment=current_environment())
+"""
+
+
+@pytest.mark.nightly
+def test_a_commit_that_really_takes_longer_is_found_from_what_the_nights_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    git(tmp_path, "init", "-q")
+    counts = [100_000] * 5 + [140_000] * 4
+    texts = [f"def work():\n    return sum(range({count}))  # {place}\n" for place, count in enumerate(counts)]
+    files = {"measure.py": TIMED, ".gitignore": "nightly.sqlite\nblame\n"}
+    commits = [commit(tmp_path, f"change {place}", **files, **{"work.py": text}) for place, text in enumerate(texts)]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+    history = History("nightly.sqlite")
+    for night in range(36):
+        values = [(1.4 if night >= 34 else 1.0) * (1 + 0.001 * (night % 5))]
+        label = (date(2026, 1, 1) + timedelta(night)).isoformat()
+        history.add("work/time", values, environment=ENVIRONMENT, night=label, revision=commits[0 if night < 34 else 8])
+    assert main(["nightly", "blame", "work/time", "--command", "python measure.py {history}", "--quiet", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["revision"], one["subject"]) for one in found["first_bad"]] == [(commits[5], "change 5")]
+    (effect,) = (one["effect"] for one in found["steps"] if one["commit"]["revision"] == commits[5])
+    assert 0.2 < effect["low"] < 0.4 < effect["high"] < 0.6
+
+
 def test_a_cell_of_a_matrix_that_no_longer_passes_is_blamed_on_a_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     git(tmp_path, "init", "-q")
     config = json.dumps({"models": {"m": "."}, "checks": [], "commands": {"lint": "python lint.py"}})
