@@ -17,7 +17,8 @@ pytest_plugins = ["pytester", *([] if _INSTALLED else ["harness.plugin"])]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw in the `dev` profile when the command line names none."""
+    """Draw in the `dev` profile when the command line names none; collect tests without looking for garbage, of which there is none."""
+    gc.disable()
     if config.getoption("--harness-profile") is None:
         from harness.profiles import load_profile
 
@@ -35,6 +36,7 @@ def pytest_collection_finish() -> None:
     """Leave what is there by now (libraries, thirteen thousand tests) out of the collections of garbage that tests and steps ask for."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin skips what the profile leaves to the night
