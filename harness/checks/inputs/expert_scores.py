@@ -113,7 +113,7 @@ READINGS: Mapping[str, Callable[[Sequence[Seen]], Tensor]] = {
     "the last batch": lambda seen: _mean(seen[-1:]),
     "1-norms": lambda seen: _mean(seen, 1.0),
     "largest values": lambda seen: _mean(seen, torch.inf),
-    "sums": lambda seen: sum((one.weights * one.norms[2.0]).sum((0, 1)) for one in seen),  # type: ignore[return-value]
+    "sums": lambda seen: torch.stack([(one.weights * one.norms[2.0]).sum((0, 1)) for one in seen]).sum(0),
     "router weights alone": lambda seen: _mean([Seen(one.weights, one.hits, {2.0: one.hits}) for one in seen]),
     "outputs alone": lambda seen: _mean([Seen(one.hits, one.hits, one.norms) for one in seen]),
 }

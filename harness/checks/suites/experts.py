@@ -223,7 +223,7 @@ def _hold_settings(architecture: str, pruned: _Pruned) -> None:
 
 def _settings(model: Any) -> Iterator[tuple[str, Any]]:
     """Settings of a model that was loaded, by dotted name; where it was loaded from is none."""
-    below = [("", {**model.config.to_dict(), "_name_or_path": None})]
+    below: list[tuple[str, Any]] = [("", {**model.config.to_dict(), "_name_or_path": None})]
     while below:
         name, value = below.pop()
         if isinstance(value, dict):
