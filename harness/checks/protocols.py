@@ -319,8 +319,10 @@ class Calibrated:
     Attributes:
         tensors: everything that a checkpoint would hold of the compressed model, by name.
         codes: codes by module.
-        statistics: Hessians, or whatever is summed over tokens, by module; empty where none are kept.
-        num_tokens: tokens that each target module saw, counted by hooks of the subject and not taken from the run's own report.
+        statistics: Hessians, or whatever is summed over tokens, by module; empty where none are kept. A module with codes that has none
+            where others do must be among the fallbacks.
+        num_tokens: tokens that each target module saw, counted by hooks of the subject and not taken from the run's own report; 0 for a
+            module with codes that is left out. Empty where none are counted.
         fallbacks: by module, what the run says that it did in place of what was asked for.
         global_scales: by module; empty for formats without one.
     """

@@ -85,25 +85,35 @@ def _same_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
 def starved_modules(subject: Calibration, context: CheckContext) -> str:
     """Give a model more experts than tokens, and allow any number of fallbacks, exactly enough, and one too few."""
     fed = _run(subject, _rows(subject, context, (12, 12)))
-    if hungry := [name for name, count in fed.num_tokens.items() if not count and name not in fed.fallbacks]:
-        raise CheckFailed(f"{hungry[0]} saw no token of a dense model, and the run does not say so", hungry)
+    _refuse_silence(fed, "a dense model")
     starved = subject.run_starved(budget=None)
     if starved is None:
         raise NothingToCheckError("the subject has no model whose modules can be starved")
-    hungry = [name for name, count in starved.num_tokens.items() if count == 0]
+    seen = _tokens_seen(starved)
+    hungry = [name for name, count in seen.items() if not count]
     if not hungry:
-        raise NothingToCheckError("every module of the starved model saw a token")
-    silent = [name for name in hungry if name not in starved.fallbacks]
-    if silent:
-        raise CheckFailed(
-            f"{len(silent)} of {len(hungry)} modules that saw no token are not named as fallbacks; first: {silent[0]}", silent
-        )
+        raise NothingToCheckError("every module of the starved model saw a token" if seen else "the subject counts no tokens")
+    _refuse_silence(starved, "a starved model")
     count = len(starved.fallbacks)
     if not _fits(subject, count):
         raise CheckFailed(f"a budget of {count} was refused, and {count} fallbacks there were")
     if _fits(subject, count - 1):
         raise CheckFailed(f"{count} fallbacks went through a budget of {count - 1}")
-    return f"{len(hungry)} of {len(starved.num_tokens)} modules saw no token and are named; the budget is kept"
+    return f"{len(hungry)} of {len(seen)} modules saw no token and are named; the budget is kept"
+
+
+def _tokens_seen(done: Calibrated) -> dict[str, int]:
+    """Tokens by module; where any are counted, a module with codes that is not among them saw none."""
+    return {**(dict.fromkeys(done.codes, 0) if done.num_tokens else {}), **done.num_tokens}
+
+
+def _refuse_silence(done: Calibrated, model: str) -> None:
+    """Whoever saw no token, or has codes and no statistic where others have one, must be named as a fallback."""
+    have = done.statistics.keys() if done.statistics.keys() & done.codes.keys() else done.codes.keys()
+    hungry = {name: f"saw no token of {model}" for name, count in _tokens_seen(done).items() if not count}
+    without = {name: f"has codes of {model}, and no statistic as others have" for name in done.codes if name not in have}
+    if silent := [f"{name} {what}" for name, what in {**without, **hungry}.items() if name not in done.fallbacks]:
+        raise CheckFailed(f"{silent[0]}, and the run does not say so ({len(silent)} modules)", silent)
 
 
 def _fits(subject: Calibration, budget: int) -> bool:
@@ -206,9 +216,12 @@ def every_token(subject: Calibration, context: CheckContext) -> str:
     """Exchange one token at a time, in rows that need no padding; of a dense model every target sees all tokens."""
     rows = _rows_of_every_kind(subject, context)
     plain, total = _run(subject, rows), sum(map(len, rows))
-    if wrong := [f"{name} saw {count} of {total} tokens" for name, count in plain.num_tokens.items() if count < total]:
+    seen = _tokens_seen(plain)
+    if wrong := [f"{name} saw {count} of {total} tokens" for name, count in seen.items() if count < total]:
         raise CheckFailed(f"{wrong[0]} of a dense model", wrong)
+    _refuse_silence(plain, "a dense model")
     if not plain.statistics:
+        _hold_parts(subject, rows, seen)
         raise NothingToCheckError("the subject keeps no statistics")
     for row, place in _PLACES:
         others = [tokens.clone() for tokens in rows]
@@ -218,7 +231,16 @@ def every_token(subject: Calibration, context: CheckContext) -> str:
     for token in _special(subject):
         others = [tokens[tokens != token] for tokens in rows]
         _must_differ(subject, plain, others, f"tokens of id {token} count for nothing")
+    _hold_parts(subject, rows, seen)
     return f"{len(plain.statistics)} statistics, {len(_PLACES)} tokens of {len(rows)} rows"
+
+
+def _hold_parts(subject: Calibration, rows: list[Tensor], seen: Mapping[str, int]) -> None:
+    """More than all is right where there are several passes; what is put in front of each row, or behind it, is none of its tokens."""
+    more = _tokens_seen(_run(subject, [*rows[:5], *rows[5].split(4), *rows[6:]]))
+    for name, count in seen.items():
+        if more.get(name) != count:
+            raise CheckFailed(f"{name} saw {count} tokens of {len(rows)} rows, and {more.get(name)} where one row comes in two parts")
 
 
 # Row and place of the tokens that are exchanged: first, last and middle ones, in every row.

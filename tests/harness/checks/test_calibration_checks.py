@@ -83,7 +83,23 @@ class StarvesDenseModels(OurCalibration):
         return replace(done, num_tokens=dict.fromkeys(done.num_tokens, 0))
 
 
-@pytest.mark.parametrize("subject", [Silent, NamesOneOnly, NoBudget, NoFallbacks, StarvesDenseModels])
+class CountsWhatIsCalled(Silent):
+    """Silent, and modules that saw no token are not among the counts."""
+
+    def run_starved(self, *, budget):
+        done = super().run_starved(budget=budget)
+        return replace(done, num_tokens={name: count for name, count in done.num_tokens.items() if count})
+
+
+class SkipsDown(OurCalibration):
+    """Rounds some modules to nearest, and says nothing."""
+
+    def run(self, rows, **options):
+        done = super().run(rows, **options)
+        return replace(done, statistics={name: value for name, value in done.statistics.items() if "down_proj" not in name})
+
+
+@pytest.mark.parametrize("subject", [Silent, NamesOneOnly, NoBudget, NoFallbacks, StarvesDenseModels, CountsWhatIsCalled, SkipsDown])
 def test_silent_fallbacks_are_caught(subject):
     assert outcome(subject(), 42)[0] is Outcome.FAIL
 
@@ -149,6 +165,13 @@ class OneToken(OurCalibration):
         )
 
 
+class BeginsTwice(OurCalibration):
+    """Puts a token in front of each row."""
+
+    def run(self, rows, **options):
+        return super().run([torch.cat([row.new_ones(1), row]) for row in rows], **options)
+
+
 class FewTokens(OurCalibration):
     """Counts batches."""
 
@@ -180,6 +203,8 @@ class Uncompressed(OurCalibration):
         (Shortest, "calibration.every_token", "token 4 of row 1 (9 tokens) counts for nothing"),
         (OneToken, "calibration.every_token", "token 4 of row 1 (9 tokens) counts for nothing"),
         (FewTokens, "calibration.every_token", "saw 1 of 54 tokens"),
+        (BeginsTwice, "calibration.every_token", "where one row comes in two parts"),
+        (SkipsDown, "calibration.every_token", "down_proj has codes of a dense model, and no statistic"),
         (NotANumber, 46, "not finite"),
         (Uncompressed, 46, "calibrated on what the first gave uncompressed"),
     ],
