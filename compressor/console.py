@@ -8,15 +8,14 @@ import argparse
 import logging
 import os
 import select
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import rich.console
+
+from compressor.interruption import ended_by_sigterm
 
 # The console that tables are printed on: rich's, but a closed pipe is an error as everywhere, where rich exits with 1, a verdict here.
 
@@ -146,7 +145,7 @@ def with_output(name: str, run: Callable[[], int], failed: int) -> int:
             setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     try:
         try:
-            with _ended_by_sigterm():
+            with ended_by_sigterm():
                 return run()
         finally:  # also behind the help of argparse, which exits: what is left in the buffer would fail where nobody can say so
             sys.stdout.flush()
@@ -161,26 +160,6 @@ def with_output(name: str, run: Callable[[], int], failed: int) -> int:
             return EXIT_CLOSED_PIPE
         print(f"{name}: error: standard output: it cannot be written ({reason}); make room or write elsewhere", file=sys.stderr)
         return failed
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Take SIGTERM, which schedulers send, for ctrl-C; where nobody listens to it yet."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _as_ctrl_c)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _as_ctrl_c(number: int, frame: FrameType | None) -> None:
-    on_ctrl_c = signal.getsignal(signal.SIGINT)
-    if not callable(on_ctrl_c):  # shells let what they start in the background ignore it
-        on_ctrl_c = signal.default_int_handler
-    on_ctrl_c(number, frame)
 
 
 def _broken(error: OSError) -> str | None:

@@ -14,7 +14,8 @@ from typing import NoReturn
 
 from compressor.console import Parser, add_completion, with_output
 from compressor.errors import CompressorError, RankError
-from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, EXIT_INTERRUPTED
+from compressor.interruption import EXIT_INTERRUPTED
+from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE
 from harness.verbs import Actions, Command
 
 VERBS: Mapping[str, str] = {

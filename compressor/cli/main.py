@@ -13,6 +13,7 @@ from compressor.cli import convert, inspect, mappings, trace, train
 from compressor.console import Parser, add_completion, add_verbosity, logged, with_output
 from compressor.distributed.launch import is_first_rank, num_ranks
 from compressor.errors import AlreadyDoneError, CompressorError, RankError
+from compressor.interruption import EXIT_INTERRUPTED
 from compressor.json_text import from_json, to_json
 from compressor.settings.options import Settings, add_options, chosen
 from compressor.settings.verbs import MODEL_HELP, OneshotSettings, PlanSettings, RecipeSettings
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _SHARED_BY_RANKS = ("oneshot",)
 _BY_THE_FIRST_RANK = ("trace",)  # it looks at two short samples, which leaves nothing to share
-EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_ERROR, EXIT_USAGE = 0, 1, 2
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,6 @@ EXIT_CODES: Mapping[Verdict, int] = {Verdict.PASS: 0, Verdict.REGRESSION: 1, Ver
 """Of every verb of the harness. A verb that judges nothing and did its work says PASS."""
 EXIT_FAILURE = 3
 """The harness itself failed, or was given bad input: there is no verdict."""
-EXIT_INTERRUPTED = 130
-"""As shells say it: 128 and the number of SIGINT."""
 
 
 def exit_codes(passed: str, regression: str = "", inconclusive: str = "") -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from compressor.errors import CheckpointError, CompressorError, UserInputError
+from compressor.interruption import EXIT_INTERRUPTED
 from compressor.settings.options import Settings
 from harness.bisect.report import Answer
 from harness.cli import VERBS, command_of, main
@@ -20,7 +21,7 @@ from harness.onnx_graph.census.census import Status
 from harness.onnx_graph.contracts.base import Holding
 from harness.replay.hazards.registry import HazardOutcome
 from harness.replay.sabotage.break_ops import TrialOutcome
-from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, EXIT_INTERRUPTED, Verdict, worst
+from harness.reporting.verdict import EXIT_CODES, EXIT_FAILURE, Verdict, worst
 from harness.traceability.verdicts import Finding
 from harness.verbs import Actions, Command, Run
 
