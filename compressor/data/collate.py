@@ -21,6 +21,8 @@ Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
 
 _ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+WITHOUT_PADDING = "give batches without padding: batch_size=1 makes them of rows, and those of a DataLoader you cut to their own length"
+"""What to do where a mask cannot be laid on what a module is handed; holds for rows and for batches, which have no batch_size."""
 TOKENS_AT_ONCE = 2048  # tokens of a forward when nobody sets a batch size: enough to keep a CPU's matrix products efficient
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data import Batch, CalibrationData, batch_to
-from compressor.data.collate import leading_tensor
+from compressor.data.collate import WITHOUT_PADDING, leading_tensor
 from compressor.data.layouts import refuse_without_memory
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
@@ -83,7 +83,7 @@ def _refuse_a_second_sequence(batch: Any, mask: Tensor, index: int) -> None:
         if name != "decoder_attention_mask" and batch[name].shape[:2] == mask.shape:
             raise CalibrationError(
                 f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the padded encoder's input, so padding of one would "
-                "count as padding of the other; use batch_size=1, which needs no padding"
+                f"count as padding of the other; {WITHOUT_PADDING}"
             )
 
 
@@ -153,12 +153,12 @@ def _check(name: str, real: Tensor, plain: Tensor, padding: Tensor, tokens: Tens
     if not bool(by_tokens.any()):
         raise CalibrationError(
             f"{name}: its input has the shape of a padded batch of {tuple(real.shape)} tokens, and no token reaches it, so something else "
-            "would be taken out as padding; use batch_size=1, which needs no padding"
+            f"would be taken out as padding; {WITHOUT_PADDING}"
         )
     if bool((is_token & ~kept).any()) and bool((~is_token & kept).any()):
         raise CalibrationError(
             f"{name}: the rows of its input are not in the order of the {tuple(real.shape)} tokens of a padded batch, so padding would be "
-            "counted in place of tokens; use batch_size=1, which needs no padding"
+            f"counted in place of tokens; {WITHOUT_PADDING}"
         )
 
 

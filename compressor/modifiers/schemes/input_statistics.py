@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compressor.data.collate import WITHOUT_PADDING
 from compressor.distributed.ranks import Ranks
 from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
@@ -68,7 +69,7 @@ def real_tokens(x: Tensor, token_mask: Tensor | None, name: str) -> Tensor:
         return x[token_mask.flatten().to(x.device)]
     raise CalibrationError(
         f"{name}: an input of shape {tuple(x.shape)} does not line up with a padded batch of {tuple(token_mask.shape)} tokens; "
-        "use batch_size=1, which needs no padding, and no loss_mask"
+        f"{WITHOUT_PADDING}, with no loss_mask"
     )
 
 
@@ -149,7 +150,7 @@ def _nested_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[T
     if token_mask is not None and [len(row) for row in rows] != token_mask.sum(1).tolist():
         raise CalibrationError(
             f"{name}: a nested input of {[len(row) for row in rows]} tokens does not line up with a padded batch of "
-            f"{token_mask.sum(1).tolist()} tokens; use batch_size=1, which needs no padding, and no loss_mask"
+            f"{token_mask.sum(1).tolist()} tokens; {WITHOUT_PADDING}, with no loss_mask"
         )
     return rows
 
@@ -174,7 +175,7 @@ def mask_of_input(state: State, name: str) -> Tensor | None:
     if sent.num_tokens != mask.numel():
         raise CalibrationError(
             f"{name}: its layer of experts was handed {sent.num_tokens} rows for a padded batch of {mask.numel()} tokens; "
-            "use batch_size=1, which needs no padding, and no loss_mask"
+            f"{WITHOUT_PADDING}, with no loss_mask"
         )
     return mask.flatten()[sent.rows.to(mask.device)]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import T5Config, T5ForConditionalGeneration
 
 from compressor import oneshot
 from compressor.algorithms.hessian import Hessian
@@ -20,6 +21,7 @@ from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
 from compressor.modifiers.gptq import GPTQModifier, Solved
 from compressor.modifiers.schemes import input_statistics
+from compressor.nn import QuantizedLayer
 from compressor.pipelines import basic, run_pipeline, sequential
 from compressor.progress import SilentProgress
 
@@ -228,9 +230,22 @@ def test_a_mask_is_not_laid_on_rows_that_are_not_the_tokens(order: str, pipeline
     if order in FITTING:
         quantize(model, data, pipeline)
         return
-    with pytest.raises(CalibrationError, match=r"layers\.0: .*use batch_size=1"):
+    with pytest.raises(CalibrationError, match=r"layers\.0: .*give batches without padding: batch_size=1"):
         quantize(model, data, pipeline)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("decoder_length", [6, 9])
+def test_what_is_said_of_a_decoder_behind_a_padded_encoder_is_what_helps(decoder_length: int) -> None:
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)).eval()
+    recipe, ids = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W8A8, ignore: [lm_head]}}}", torch.randint(3, 60, (1, 9))
+    batch = {"input_ids": ids, "attention_mask": (torch.arange(9) < 7).long()[None], "decoder_input_ids": ids[:, :decoder_length]}
+    with pytest.raises(CalibrationError, match="those of a DataLoader you cut to their own length"):
+        oneshot(model, recipe=recipe, dataset=DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+    cut = {**batch, "input_ids": ids[:, :7], "attention_mask": torch.ones(1, 7, dtype=torch.long)}
+    oneshot(model, recipe=recipe, dataset=DataLoader([cut], batch_size=None))  # type: ignore[arg-type]
+    assert isinstance(model.decoder.block[0].layer[1].EncDecAttention.q, QuantizedLayer)
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
