@@ -48,6 +48,18 @@ def has_tokenizer(folder: Path) -> bool:
     return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
 
 
+def special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of all special tokens.
+
+    Args:
+        tokenizer: of transformers.
+
+    Returns:
+        Those with a role, and those that were added as special without one, such as the marks of turns in a conversation.
+    """
+    return {*tokenizer.all_special_ids, *(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)}
+
+
 def _vocabulary(base: Any, other: Any) -> tuple[list[str], str]:
     lines = _differing(base.get_vocab(), other.get_vocab())
     return lines, f"{len(base.get_vocab())} tokens"

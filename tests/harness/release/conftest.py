@@ -55,7 +55,7 @@ class Release:
 
 POLICY = ReleasePolicy(
     limits=Policy(max_perplexity_ratio=1.5, max_mean_kl=0.4, min_top1_agreement=0.6, max_accuracy_drop=0.2),
-    generation=GenerationLimits(prompts=2, new_tokens=16, max_extra_loops=1.0),
+    generation=GenerationLimits(prompts=2, new_tokens=16),
 )
 
 
