@@ -72,12 +72,14 @@ def test_pipeline_and_sequential_targets(run: Runner) -> None:
 
 
 def test_shuffle_and_seed_choose_the_data(run: Runner) -> None:
-    flags = ("--num-calibration-samples", "4")
-    first = run(*flags)["data"]["sha256"]
-    shuffled = run(*flags, "--shuffle", "--seed", "1")["data"]["sha256"]
-    assert shuffled == run(*flags, "--shuffle", "--seed", "1")["data"]["sha256"]
-    assert len({first, shuffled, run(*flags, "--shuffle", "--seed", "2")["data"]["sha256"]}) == 3
-    assert run("--seed", "7")["seed"] == 7
+    first, shuffled = (run("--num-calibration-samples", "4", *flags) for flags in ((), ("--shuffle", "--seed", "1")))
+    assert first["data"]["sha256"] != shuffled["data"]["sha256"] and shuffled["seed"] == 1
+
+
+def test_equal_seeds_choose_equal_data_and_other_seeds_other(run: Runner) -> None:
+    flags = ("--num-calibration-samples", "4", "--shuffle", "--seed")
+    one, again, other = (run(*flags, seed)["data"]["sha256"] for seed in ("1", "1", "2"))
+    assert one == again != other
 
 
 def test_text_column_and_batch_size(run: Runner, tmp_path: Path) -> None:

@@ -220,7 +220,9 @@ def test_the_recipe_counts_in_the_unit_of_the_length(run: Runner, tmp_path: Path
     assert "end=9 lies behind the run of 4 steps" in run("--recipe", str(recipe), "--recipe-arg", "end=9")["notes"][0]
 
 
-def test_guards_and_audits_come_as_often_as_asked(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often a run has guarded, proved and audited."""
     from compressor.training import trainer
     from compressor.training.replay.plan import Plan
 
@@ -229,6 +231,15 @@ def test_guards_and_audits_come_as_often_as_asked(run: Runner, monkeypatch: pyte
     monkeypatch.setattr(Plan, "guard", lambda self: (calls.update(guard=calls["guard"] + 1), guard(self))[1])
     monkeypatch.setattr(trainer, "prove", lambda *given: (calls.update(prove=calls["prove"] + 1), prove(*given))[1])
     monkeypatch.setattr(trainer, "audit", lambda *given: (calls.update(audit=calls["audit"] + 1), audit(*given))[1])
+    return calls
+
+
+def test_guards_and_audits_are_as_rare_as_asked(run: Runner, calls: dict[str, int]) -> None:
+    run("--steps", "12", "--check-every", "5", "--audit-every", "0", mode="replay")
+    assert (calls["prove"], calls["audit"]) == (1, 0) and calls["guard"] <= 5  # it is 9 or more where every step is checked
+
+
+def test_guards_and_audits_come_as_often_as_asked(run: Runner, calls: dict[str, int]) -> None:
     seen = {}
     for flags in ((), ("--check-every", "5", "--audit-every", "0"), ("--audit-every", "0"), ("--audit-every", "3")):
         calls.update(guard=0, prove=0, audit=0)

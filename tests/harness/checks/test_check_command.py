@@ -99,7 +99,7 @@ def test_expected_failures_turn_a_failure_into_a_skip_and_a_pass_into_a_failure(
 
 
 def test_junit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "users_quantizer:BAD", "--no-draws", "--junit"]) == 1
+    assert main(["check", "users_quantizer:BAD", "--check", "quantizer.ties", "--no-draws", "--junit"]) == 1
     suite = ElementTree.fromstring(capsys.readouterr().out)[0]
     assert suite.get("failures") == "1"
 

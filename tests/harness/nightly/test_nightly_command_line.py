@@ -107,7 +107,10 @@ def test_export_keeps_what_it_did_not_write(name: str, history: Path, tmp_path: 
 def test_simulate_prints_a_row_a_noise(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = nightly(capsys, "simulate", "--series", "1", "--quiet", "--recorded", history)
     assert code == 0 and all(noise in text for noise in ("white", "drifting", "bimodal", "heavy", "autocorrelated", "recorded"))
-    code, text = nightly(capsys, "simulate", "--recorded", "nowhere.sqlite")
+
+
+def test_simulate_needs_the_history_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = nightly(capsys, "simulate", "--series", "1", "--recorded", "nowhere.sqlite")
     assert code == 3 and "nowhere.sqlite: there is no history" in text
 
 
