@@ -126,7 +126,7 @@ def test_files_of_the_run_that_were_lost_are_made_again(
 def test_a_killed_worker_ends_the_run_at_once(
     base: Folders, wanted: Path, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
 ) -> None:
-    """With its number and how it ended; two workers finish the work."""
+    """With its number and how it ended."""
     out = tmp_path / "made"
     killed = threading.Thread(target=_kill_a_child)
     killed.start()
@@ -134,8 +134,15 @@ def test_a_killed_worker_ends_the_run_at_once(
         model_free(base("dense"), output_dir=out, workers=2, **_ASKED)
     killed.join()
     assert not _children()
-    model_free(base("dense"), output_dir=out, workers=2, resume=True, **_ASKED)
+    model_free(base("dense"), output_dir=out, resume=True, **_ASKED)
     assert differences(out, wanted) == []
+
+
+def test_two_workers_give_the_same_bytes(
+    base: Folders, wanted: Path, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
+) -> None:
+    model_free(base("dense"), output_dir=tmp_path / "made", workers=2, **_ASKED)
+    assert differences(tmp_path / "made", wanted) == []
 
 
 def _children() -> list[int]:
