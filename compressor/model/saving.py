@@ -43,6 +43,7 @@ _KEYWORDS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "sparsity_config": ((None,), "leave it out; zeros are stored as they are"),
         "disable_sparse_compression": ((_ALL,), ""),
         "skip_sparsity_compression_stats": ((_ALL,), ""),
+        "skip_compression_stats": ((_ALL,), ""),
         "save_function": ((_ALL,), ""),
         "save_peft_format": ((_ALL,), ""),
         "token": ((_ALL,), ""),

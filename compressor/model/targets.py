@@ -443,5 +443,6 @@ def _explain(pattern: str, named: list[tuple[str, nn.Module]]) -> str:
         return f"matches no module by its whole name (did you mean 're:.*{re.escape(pattern)}$'?)"
     else:
         classes = {class_name for _, module in named for class_name in _class_names(module)}
-        near = nearest(pattern, [*sorted(classes), *names], count=3)
+        shorter = [name for name in names if pattern.endswith(f".{name}") or name.endswith(f".{pattern}")]
+        near = shorter[:3] or nearest(pattern, [*sorted(classes), *names], count=3)
     return "matches no module" + (f" (nearest: {', '.join(near)})" if near else "")

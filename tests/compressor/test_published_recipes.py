@@ -28,7 +28,10 @@ ENTRIES: dict[str, Any] = {entry["of"][0]: entry for entry in published()["recip
 # A plain name in `ignore` that names nothing is an error here: the head that was meant to stay is called otherwise, and is quantized there.
 GROUPED = "DeepseekV4GroupedLinear"
 REFUSED = {
-    "multimodal_audio/qwen2_audio": ("ignore 'language_model.lm_head' matches no module", {"ignore": ["re:audio_tower.*"]}),
+    "multimodal_audio/qwen2_audio": (
+        r"ignore 'language_model.lm_head' matches no module \(nearest: lm_head\)",
+        {"ignore": ["re:audio_tower.*"]},
+    ),
     "quantization_w8a8_fp8/whisper_example": ("ignore 'lm_head' matches no module", {"ignore": ["proj_out"]}),
     "quantization_w8a8_fp8/nemotron_3_5_lightning_example": (
         r"'backbone\\\\.embeddings' matches no module .* 'backbone.norm_f' matches no module",
