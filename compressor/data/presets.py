@@ -32,6 +32,7 @@ class Preset:
         conversations: the column that holds them; None where none does.
         files: what is read of a set that is too large to be fetched whole, by split.
         aliases: further names.
+        media: makes a row of media and conversation, or of media and a text where there is no chat template, of a row.
     """
 
     name: str
@@ -43,23 +44,43 @@ class Preset:
     conversations: str | None = None
     files: Mapping[str, str] | None = None
     aliases: tuple[str, ...] = ()
+    media: Callable[[Mapping[str, Any], bool], dict[str, Any]] | None = None
 
     def row_function(self, tokenizer: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]] | None:
-        """Return what makes a text of a row; None where a row is read as it is.
+        """Return what makes a text of a row, or a text and media; None where a row is read as it is.
 
         Args:
-            tokenizer: that will read it; one without a chat template is given conversations as texts.
+            tokenizer: that will read it, or a processor; one without a chat template is given conversations as texts.
 
         Returns:
             A function from a row to a row.
         """
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        if (media := self.media) is not None:
+            return lambda row: media(row, has_template)
         template, short, column = self.template, self.short_template, self.conversations
         if template is not None:
             return lambda row: {"text": (template if short is None or row.get("input") else short).format(**row)}
-        if column is None or tokenizer is None or getattr(tokenizer, "chat_template", None) is not None:
+        if column is None or tokenizer is None or has_template:
             return None
         end = getattr(tokenizer, "eos_token", None) or ""
         return lambda row: {"text": "".join(f"<|{one['role']}|>\n{one['content']}{end}\n" for one in as_messages(row[column]))}
+
+
+def _asked(media: Mapping[str, Any], question: str) -> dict[str, Any]:
+    return {"role": "user", "content": [media, {"type": "text", "text": question}]}
+
+
+def _picture(row: Mapping[str, Any], has_template: bool) -> dict[str, Any]:
+    del has_template  # without one it is refused: how a model marks the place of an image is not known
+    answer = {"role": "assistant", "content": [{"type": "text", "text": " ".join(row["caption"])}]}
+    return {"messages": [_asked({"type": "image"}, "What does this image show?"), answer], "images": row["image"]}
+
+
+def _speech(row: Mapping[str, Any], has_template: bool) -> dict[str, Any]:
+    if not has_template:  # as of Whisper, whose text is what the decoder reads
+        return {"text": " " + row["text"].capitalize(), "audio": row["audio"]}
+    return {"messages": [_asked({"type": "audio", "audio": None}, "What did the person say?")], "audio": row["audio"]}
 
 
 PRESETS: tuple[Preset, ...] = (
@@ -94,8 +115,8 @@ PRESETS: tuple[Preset, ...] = (
         template=f"Below is an instruction that describes a programming task. {_REQUEST}{_INSTRUCTION}### Response:\n{{output}}",
     ),
     Preset("perfectblend", "mlabonne/open-perfectblend", conversations="conversations", aliases=("open-perfectblend",)),
-    Preset("flickr30k", "lmms-lab/flickr30k", "test", aliases=("flickr",)),
-    Preset("peoples-speech", "MLCommons/peoples_speech", "test", config="test"),
+    Preset("flickr30k", "lmms-lab/flickr30k", "test", aliases=("flickr",), media=_picture),
+    Preset("peoples-speech", "MLCommons/peoples_speech", "test", config="test", media=_speech),
 )
 
 

@@ -81,6 +81,26 @@ def _has_columns(source: Any) -> bool:
     return not isinstance(source, Tensor | list | tuple) or any(isinstance(item, Mapping) for item in source)
 
 
+def holds_texts(source: Any) -> bool:
+    """Tell whether a tokenizer is needed, as far as that shows without reading.
+
+    Args:
+        source: as `read_rows` takes it, or the name of a dataset.
+
+    Returns:
+        False for token ids and batches, and for what shows its columns when it is read alone.
+    """
+    if isinstance(source, str | Path):
+        return Path(source).suffix.lower() != ".safetensors"
+    columns = getattr(source, "column_names", None)
+    if isinstance(columns, Mapping):
+        columns = next(iter(columns.values()), None)
+    if isinstance(columns, list):
+        return "input_ids" not in columns
+    first = source[0] if isinstance(source, list | tuple) and source else None
+    return isinstance(first, str) or (isinstance(first, Mapping) and "input_ids" not in first)
+
+
 def _arranged(items: Iterable[T], seed: int | None) -> Iterable[T]:
     if seed is None:
         return items

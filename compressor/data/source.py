@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from huggingface_hub import constants
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from compressor.data.media import Media
 from compressor.data.presets import Preset, find_preset, unknown_preset
 from compressor.data.rows import CONVERSATIONS
 from compressor.data.user_code import errors_named, function_label, read_through
@@ -35,7 +37,15 @@ NamedFunction = tuple[str, RowFunction]  # what messages call it, and the functi
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
 
 
-def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, shuffle_seed: int | None, tokenizer: Any = None) -> Any:
+def open_source(
+    source: Any,
+    settings: DataSettings,
+    *,
+    batch_size: int | None,
+    shuffle_seed: int | None,
+    tokenizer: Any = None,
+    media: Media | None = None,
+) -> Any:
     """Find what rows are read from.
 
     Args:
@@ -45,9 +55,10 @@ def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, 
         batch_size: of a collator; None for one.
         shuffle_seed: for the order of rows before a collator; None keeps it.
         tokenizer: that will read the texts, if there is one; decides how a calibration set of conversations is written out.
+        media: turns rows with images, videos or audio into batches; None reads their texts alone.
 
     Returns:
-        What `load_dataset_source` takes; a DataLoader where there is a collator.
+        What `load_dataset_source` takes; a DataLoader where there is a collator, or a processor goes over the rows.
 
     Raises:
         DatasetError: there is no such dataset or split, or settings were given that have no use for this source.
@@ -58,7 +69,9 @@ def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, 
     preset = find_preset(source) if isinstance(source, str) and not is_there(Path(source)) else None
     if preset is not None:
         settings = _usual(preset, settings)
-    functions = _functions(settings, None if preset is None else preset.row_function(tokenizer))
+    words = media.find() if media is not None and preset is not None and preset.media is not None else None
+    is_ours = settings.data_collator is None or words is not None  # a collator gets rows as they are, but what processors make of a set
+    functions = _functions(settings, preset.row_function(words or tokenizer) if preset is not None and is_ours else None)
     opened = source if preset is None else _loaded(preset.repo, settings, str(source))
     if preset is None and isinstance(source, str | Path):
         opened = _opened(source, settings, needs_rows=bool(functions) or settings.data_collator is not None)
@@ -67,14 +80,25 @@ def open_source(source: Any, settings: DataSettings, *, batch_size: int | None, 
     rows = _chosen_split(opened, settings.split)
     if functions:
         rows = _mapped(rows, functions)
-    if settings.data_collator is None:
+    processor = media.processor_of(rows) if media is not None and is_ours else None
+    collate = _collate(settings, media, processor)
+    if collate is None:
         return rows
     if shuffle_seed is not None and not hasattr(rows, "__len__"):
         raise DatasetError("dataset: a stream without a length cannot be shuffled here; shuffle it before it is passed")
-    function = _function("data_collator", settings.data_collator)
-    collate = _Collate(function, function_label("data_collator", settings.data_collator))
     generator = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
     return DataLoader(_numbered(rows), batch_size or 1, shuffle=shuffle_seed is not None, generator=generator, collate_fn=collate)
+
+
+def _collate(settings: DataSettings, media: Media | None, processor: Any) -> _Collate | None:
+    """What makes batches of rows: a processor, a collator, or a collator of what a processor makes of each row; None for neither."""
+    made = None if media is None or processor is None else partial(media.inputs, processor)
+    if settings.data_collator is None:
+        return None if made is None else _Collate(made, f"the processor {type(processor).__name__}")
+    function, label = _function("data_collator", settings.data_collator), function_label("data_collator", settings.data_collator)
+    if made is None:
+        return _Collate(function, label)
+    return _Collate(lambda rows: function([{name: value.tolist() for name, value in made([row]).items()} for row in rows]), label)
 
 
 def _refuse(settings: DataSettings, why: str, names: Iterable[str] = tuple(DataSettings.model_fields)) -> None:
@@ -105,7 +129,7 @@ def _functions(settings: DataSettings, usual: RowFunction | None) -> list[NamedF
     if settings.preprocessing_func is not None:
         name, given = "preprocessing_func", settings.preprocessing_func
         made.append((function_label(name, given), _function(name, given)))
-    elif usual is not None and settings.data_collator is None:
+    elif usual is not None:
         made.append(("the usual text of this calibration set (preprocessing_func gives another)", usual))
     if dropped:
         made.append(("remove_columns", lambda row: {name: value for name, value in row.items() if name not in dropped}))

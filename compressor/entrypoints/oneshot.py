@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from compressor.data import CalibrationData, check_vocabulary, input_columns, load_dataset_source, max_positions, open_source
+from compressor.data import (
+    TEXT_COLUMN,
+    CalibrationData,
+    Media,
+    check_vocabulary,
+    holds_texts,
+    input_columns,
+    load_dataset_source,
+    max_positions,
+    open_source,
+)
 from compressor.distributed.ranks import Ranks, joined
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
@@ -30,7 +41,8 @@ from compressor.model.disk_room import check_room
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
 from compressor.model.folder import resolve_folder
-from compressor.model.loading.load import LoadedModel, load_model, resolve_device, resolve_processor, resolve_tokenizer, untie
+from compressor.model.loading.load import LoadedModel, load_model, resolve_device, untie
+from compressor.model.loading.words import find_processor, find_tokenizer, is_tokenizer, origin_of, resolve_processor, resolve_tokenizer
 from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.monitor import Lap, Monitor
@@ -138,13 +150,14 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     _refuse_unshared(parsed, ranks)
     config_dir = _config_dir(settings)
     loaded = _load(model, settings, config_dir)
+    notes = list(loaded.notes)
+    words = _with_origin(words, settings, loaded, notes)
     device = _place(loaded, settings, _all_layers_at_once(parsed, chosen))
     base = base_hashes(loaded.source_dir if ranks.is_first else None)
     identity = model_identity(loaded, base, words.saved) if ranks.is_first else {}  # before anything is done to it
     untied = () if settings.tie_word_embeddings else untie(loaded)
     monitor.end_phase("load")
-    notes = [*loaded.notes, *untied]
-    state = State(loaded.model, device, settings.seed, Report(notes=notes), keep_originals=loaded.from_memory)
+    state = State(loaded.model, device, settings.seed, Report(notes=[*notes, *untied]), keep_originals=loaded.from_memory)
     state.progress, state.monitor, state.ranks, ranks.device = bars, monitor, ranks, state.device
     with ExitStack() as held:
         told = {"model": str(source or type(model).__name__), "recipe": parsed.dump()}
@@ -156,11 +169,11 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
         ):
             first = any(modifier.reshapes for modifier in parsed.modifiers)
             if first:  # else what the recipe says is held against the model before any data is read
-                state.data = _read(settings, loaded.model, words.reader or loaded.tokenizer)
+                state.data = _read(settings, loaded, words)
             untouched = _initialize(session, experts, settings.calibrate_all_experts, place)
             sequential = replace(sequential, targets=expert_targets(loaded.model, state.claims, chosen, sequential.targets))
             if chosen != "data_free" and not first:
-                state.data = _read(settings, loaded.model, words.reader or loaded.tokenizer)
+                state.data = _read(settings, loaded, words)
             data = state.data
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
@@ -199,6 +212,26 @@ def _words(settings: OneshotSettings) -> _Words:
     tokenizer = resolve_tokenizer(settings.tokenizer, settings.trust_remote_code_model)
     processor = resolve_processor(settings.processor, settings.trust_remote_code_model)
     return _Words(tokenizer or getattr(processor, "tokenizer", processor), processor or tokenizer)
+
+
+def _with_origin(words: _Words, settings: OneshotSettings, loaded: LoadedModel, notes: list[str]) -> _Words:
+    """Take the tokenizer of the folder that a model in memory was loaded from, where texts are to be read and none was given."""
+    given = settings.preprocessing_func is not None or settings.data_collator is not None
+    origin = None if given or words.reader is not None or not loaded.from_memory else origin_of(loaded.model)
+    found = find_tokenizer(origin, settings.trust_remote_code_model) if origin is not None and holds_texts(settings.dataset) else None
+    if found is None:
+        return words
+    notes.append(f"texts are read by the tokenizer of {origin}, which the model was loaded from; tokenizer= gives another")
+    return _Words(found, found)
+
+
+def _processor(settings: OneshotSettings, loaded: LoadedModel) -> Any:
+    """The processor for images, videos and audio: the one that was given, or that of the tokenizer's or the model's folder."""
+    given = resolve_processor(settings.processor, settings.trust_remote_code_model)
+    if given is not None:
+        return None if is_tokenizer(given) else given
+    named = settings.tokenizer if isinstance(settings.tokenizer, str | Path) else loaded.source_dir or origin_of(loaded.model)
+    return None if named is None else find_processor(named, settings.trust_remote_code_model)
 
 
 def _config_dir(settings: OneshotSettings) -> Path | None:
@@ -325,7 +358,7 @@ def _choose(recipe: Recipe, settings: OneshotSettings, sequential: SequentialSet
         times = [f"{name}={getattr(modifier, name)}" for name in ("start", "end", "update") if getattr(modifier, name) is not None]
         if times and type(modifier).on_start is Modifier.on_start:
             raise RecipeError(f"{modifier.label}: {times[0]} is for training, in which it takes no part; leave it out")
-    chosen = choose_pipeline(recipe.modifiers, settings.pipeline)
+    chosen = choose_pipeline(recipe.modifiers, settings.pipeline, settings.sequential_targets)
     sequential.refuse_without_use(chosen)
     if chosen != "data_free" and dataset is None:
         raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
@@ -398,19 +431,21 @@ def _refuse_reading(settings: OneshotSettings) -> None:
             raise DatasetError(f"{name}: {value!r} was given without a dataset to read, and no modifier needs one; leave it out")
 
 
-def _read(settings: OneshotSettings, model: nn.Module, tokenizer: Any) -> CalibrationData:
+def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words) -> CalibrationData:
+    model, tokenizer = loaded.model, words.reader or loaded.tokenizer
     shuffle = settings.shuffle_calibration_samples
     chosen = DataSettings.of(settings)
     drawn = settings.seed if shuffle else None
-    source = open_source(settings.dataset, chosen, batch_size=settings.batch_size, shuffle_seed=drawn, tokenizer=tokenizer)
-    collated = settings.data_collator is not None
+    media = Media.of(model, partial(_processor, settings, loaded), settings.text_column)
+    source = open_source(settings.dataset, chosen, batch_size=settings.batch_size, shuffle_seed=drawn, tokenizer=tokenizer, media=media)
+    collated = isinstance(source, DataLoader) and source is not settings.dataset
     data = load_dataset_source(
         source,
         tokenizer=tokenizer,
         num_calibration_samples=settings.num_calibration_samples,
         max_seq_length=settings.max_seq_length,
         batch_size=None if collated else settings.batch_size,
-        text_column=settings.text_column,
+        text_column=TEXT_COLUMN if collated else settings.text_column,
         shuffle=shuffle and not collated,
         seed=settings.seed,
         max_positions=max_positions(model),

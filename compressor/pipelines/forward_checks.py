@@ -14,6 +14,7 @@ Writes. What a forward writes to the weight of a compressed layer goes nowhere, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ from compressor.tracing.targets.call_order import plain_forward
 
 _MOVED = 1e-3
 """Share of a row's length: experts round a row otherwise when the rows beside it change."""
+_MEDIA_TOKEN = re.compile(r"(image|video|audio|vision)\w*_token_(id|index)$")
 _DIRECTIONS = 16
 """On one direction alone, one row in a hundred that moves by a tenth of its length would seem to stand still."""
 
@@ -61,9 +63,7 @@ def check_padding(state: State, data: CalibrationData, watched: Collection[str])
     batch, real = max(padded, key=lambda one: int(one[1].logical_not().sum()))
     batch, real = {name: tensor.to(state.device) for name, tensor in batch.items()}, real.to(state.device)
     ids = batch["input_ids"]
-    # Other tokens that the model surely knows: the neighbours', and where these are equal, another of the batch.
-    others = ids.roll(1, -1).where(ids.roll(1, -1) != ids, ids[real].min())
-    others = others.where(others != ids, ids[real].max())
+    others = _others(ids, real, media_tokens(state.model))
     if bool((others == ids).all()):
         return  # tokens of one kind, in whatever order
     with Footprint(state.model) as footprint, torch.no_grad():
@@ -74,6 +74,31 @@ def check_padding(state: State, data: CalibrationData, watched: Collection[str])
     for name in watched:
         for plain, padding, tokens in zip(*(one[name] for one in seen), strict=False):
             _check(name, real, plain, padding, tokens)
+
+
+def _others(ids: Tensor, real: Tensor, kept: Collection[int]) -> Tensor:
+    """Other tokens that the model surely knows: the neighbours', and where these are equal, another of the batch; some stay in place."""
+    free = ~torch.isin(ids, torch.tensor(sorted(kept), dtype=ids.dtype, device=ids.device))
+    if not bool((free & real).any()):
+        return ids
+    ordinary = ids[free & real]
+    others = ids.roll(1, -1).where(free.roll(1, -1), ordinary[0])
+    others = others.where(others != ids, ordinary.min())
+    return others.where(others != ids, ordinary.max()).where(free, ids)
+
+
+def media_tokens(model: nn.Module) -> frozenset[int]:
+    """Find the tokens that stand for images, videos and audio, as many as there are features: another number of them is refused.
+
+    Args:
+        model: any module.
+
+    Returns:
+        What the config calls so (`image_token_id`, `audio_token_index`, ...); nothing for a model without such a config.
+    """
+    config = getattr(model, "config", None)
+    named = vars(config) if config is not None else {}
+    return frozenset(value for name, value in named.items() if isinstance(value, int) and _MEDIA_TOKEN.search(name))
 
 
 def _refuse_a_second_sequence(batch: Any, mask: Tensor, index: int) -> None:

@@ -21,12 +21,13 @@ _NEEDS: Mapping[CalibrationNeed, str] = MappingProxyType(
 )
 
 
-def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None) -> str:
+def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None, targets: Sequence[str] | None = None) -> str:
     """Choose the pipeline for a recipe.
 
     Args:
         modifiers: of the recipe.
         override: the user's choice; None takes the strongest need of all modifiers.
+        targets: sequential targets that the user named, which ask for the sequential pipeline where data is needed anyway.
 
     Returns:
         One of PIPELINES. `sequential` gives data too, so it serves every need, and so does `basic`, with statistics from the
@@ -37,7 +38,7 @@ def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None) 
     """
     strongest = max((_NEEDS[modifier.calibration_need] for modifier in modifiers), key=PIPELINES.index, default="data_free")
     if override is None:
-        return strongest
+        return "sequential" if targets is not None and strongest == "basic" else strongest
     if override not in PIPELINES:
         raise RecipeError(f"pipeline: {override!r} does not exist; choose one of {', '.join(PIPELINES)}")
     if override == "data_free" and strongest != "data_free":

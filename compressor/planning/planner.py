@@ -180,7 +180,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     if device_bytes == 0:
         raise UserInputError(f"device_memory: {settings.device_memory!r} holds nothing; give the memory of a GPU, such as 80GB")
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, mode=settings.mode)
-    chosen = choose_pipeline(parsed.modifiers, settings.pipeline)
+    chosen = choose_pipeline(parsed.modifiers, settings.pipeline, settings.sequential_targets)
     skeleton = load_skeleton(
         model,
         trust_remote_code=settings.trust_remote_code_model,

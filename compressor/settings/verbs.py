@@ -122,7 +122,7 @@ class CostSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
     batch_size: Annotated[Whole | None, Option(metavar="B", read=positive)] = None
     """Sequences in one forward; by default equally long ones together, up to 2048 tokens."""
     pipeline: Annotated[Text | None, Option(choices=("data_free", "basic", "sequential"))] = None
-    """`data_free`, `basic` or `sequential`; by default what the modifiers need."""
+    """`data_free`, `basic` or `sequential`; by default what the modifiers need, or what sequential targets that are named ask for."""
     activation_memory: Annotated[Memory | None, Option(metavar="SIZE")] = None
     """Main memory for what is live between layers, such as `4GB`; by default three quarters of what is free."""
     device: Annotated[Device, Option()] = "auto"
@@ -194,10 +194,10 @@ class OneshotSettings(CostSettings, RecordSettings, DataSettings, TrackSettings)
     resume: Annotated[Flag, Option()] = False
     """Go on where an earlier run with the same arguments stopped; the result is bitwise that of a run that never stopped."""
     tokenizer: Tokenizer | None = None
-    """For texts, or the path of its folder, or its name on the hub; by default the one in the model's folder."""
+    """For texts, or the path of its folder, or its name on the hub; by default the one in the folder that the model comes from."""
     processor: Tokenizer | None = None
-    """What is saved beside the weights, and its tokenizer for texts: a processor of transformers, or the path of its folder, or its name
-    on the hub."""
+    """What makes inputs of images, video and audio, is saved beside the weights, and has the tokenizer for texts: a processor of
+    transformers, or the path of its folder, or its name on the hub; by default the one in the model's folder."""
     config_name: Annotated[PathLike | None, Option(metavar="DIR")] = None
     """Folder with the config.json to load the model by, or its name on the hub, in place of its own."""
     tie_word_embeddings: Annotated[Flag, Option("--untie-word-embeddings", negates=True, help="give the head weights of its own")] = True

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 
 from compressor.model.evaluation import check_dtypes_around
-from compressor.model.loading.load import resolve_tokenizer
+from compressor.model.loading.words import resolve_tokenizer
 from compressor.numerics.half_products import widened_products
 from compressor.recipe import load_recipe
 from compressor.settings.options import from_settings

@@ -23,7 +23,6 @@ from compressor.model.folder import (
     check_no_revision,
     check_not_quantized,
     check_weight_files,
-    is_dir,
     one_line,
     read_config,
     read_json,
@@ -382,60 +381,6 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except LOAD_ERRORS as error:
         raise ModelError(f"{folder}: its tokenizer cannot be loaded ({one_line(error)}); {remedy(error)}") from error
-
-
-def resolve_tokenizer(tokenizer: Any, trust_remote_code: bool = False) -> Any:
-    """Take a tokenizer as a user gives it.
-
-    Args:
-        tokenizer: an object, the path of its folder or its name on the hub, or None.
-        trust_remote_code: run Python files of the folder, where its config asks for them.
-
-    Returns:
-        The tokenizer; None for None.
-
-    Raises:
-        ModelError: the folder is missing or holds none, or the hub does not give it.
-    """
-    if not isinstance(tokenizer, str | Path):
-        return tokenizer
-    folder = resolve_folder(tokenizer, weights=False, code=trust_remote_code, argument="tokenizer").path
-    if not is_dir(folder):
-        raise ModelError(f"tokenizer: {str(tokenizer)!r} is not a folder; give one with tokenizer.json, or a name on the hub (owner/name)")
-    with quiet_transformers():
-        found = load_tokenizer(folder, trust_remote_code)
-    if found is None:
-        raise ModelError(f"tokenizer: {folder} holds none; give a folder with tokenizer.json")
-    return found
-
-
-def resolve_processor(processor: Any, trust_remote_code: bool = False) -> Any:
-    """Take a processor as a user gives it.
-
-    Args:
-        processor: an object, a tokenizer among them, the path of its folder or its name on the hub, or None.
-        trust_remote_code: run Python files of the folder, where its config asks for them.
-
-    Returns:
-        The processor; None for None.
-
-    Raises:
-        ModelError: the folder is missing or holds none, or the hub does not give it.
-    """
-    if not isinstance(processor, str | Path):
-        return processor
-    from transformers import AutoProcessor
-
-    folder = resolve_folder(processor, weights=False, code=trust_remote_code, argument="processor").path
-    if not is_dir(folder):
-        raise ModelError(
-            f"processor: {str(processor)!r} is not a folder; give one with preprocessor_config.json, or a name on the hub (owner/name)"
-        )
-    try:
-        with quiet_transformers():
-            return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except LOAD_ERRORS as error:
-        raise ModelError(f"processor: {folder} holds none that can be loaded ({one_line(error)}); give a folder with one") from error
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -411,6 +411,8 @@ class Free(Recorder):
 )
 def test_the_strongest_need_chooses_the_pipeline(modifiers: list[Modifier], override: str | None, expected: str) -> None:
     assert choose_pipeline(modifiers, override) == expected
+    named = "sequential" if (expected, override) == ("basic", None) else expected
+    assert choose_pipeline(modifiers, override, ["Linear"]) == named
 
 
 def test_wrong_choices_are_refused() -> None:

@@ -1,0 +1,258 @@
+"""Images and audio through the processors of tiny models: rows, calibration sets by name and collators give the model the same inputs."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    CLIPImageProcessorPil,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    MllamaConfig,
+    MllamaForConditionalGeneration,
+    MllamaImageProcessorPil,
+    MllamaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen2AudioProcessor,
+    WhisperConfig,
+    WhisperFeatureExtractor,
+    WhisperForConditionalGeneration,
+    WhisperProcessor,
+    WhisperTokenizer,
+)
+
+from compressor import GPTQModifier, QuantizationModifier, oneshot
+from compressor.data.presets import find_preset
+from compressor.errors import DatasetError
+
+SIZES = {
+    "vocab_size": 270,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+TEXT = {**SIZES, "max_position_embeddings": 512, "pad_token_id": 256, "eos_token_id": 257, "bos_token_id": 258}
+BYTES = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def tokenizer(place: str, word: str) -> PreTrainedTokenizerFast:
+    """One token a byte, and a chat template that marks the place of an image or of audio."""
+    backend = Tokenizer(models.BPE(vocab=BYTES, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", bos_token="<s>")
+    made.add_special_tokens({"additional_special_tokens": re.findall("<.*?>", place)})
+    part = f"{{% if c['type'] == '{word}' %}}{place}{{% else %}}{{{{ c['text'] }}}}{{% endif %}}"
+    made.chat_template = f"{{% for m in messages %}}{{{{ m['role'] }}}}:{{% for c in m['content'] %}}{part}{{% endfor %}}\n{{% endfor %}}"
+    return made
+
+
+def llava() -> tuple[Any, Any]:
+    words = tokenizer("<image>", "image")
+    images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    processor = LlavaProcessor(images, words, patch_size=8, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    processor.chat_template = words.chat_template
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = LlavaConfig(text_config={"model_type": "llama", **TEXT}, vision_config=vision, image_token_index=259)
+    return LlavaForConditionalGeneration(config), processor
+
+
+def mllama() -> tuple[Any, Any]:
+    words = tokenizer("<|image|>", "image")
+    images = MllamaImageProcessorPil(size={"height": 16, "width": 16}, max_image_tiles=4)
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_global_layers": 1, "attention_heads": 2, "intermediate_size": 32}
+    vision |= {"vision_output_dim": 64, "image_size": 16, "patch_size": 8, "max_num_tiles": 4, "intermediate_layers_indices": [0]}
+    text = {**TEXT, "num_hidden_layers": 2, "cross_attention_layers": [1]}
+    config = MllamaConfig(vision_config=vision, text_config=text, image_token_index=259)
+    return MllamaForConditionalGeneration(config), MllamaProcessor(images, words, chat_template=words.chat_template)
+
+
+def whisper() -> tuple[Any, Any]:
+    marks = ["<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|translate|>", "<|transcribe|>", "<|notimestamps|>"]
+    words = WhisperTokenizer(vocab=BYTES | {mark: 256 + n for n, mark in enumerate(marks)}, merges=[], pad_token="<|endoftext|>")
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "num_mel_bins": 8}
+    sizes |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 50, "max_target_positions": 64}
+    config = WhisperConfig(**sizes, vocab_size=270, pad_token_id=256, bos_token_id=256, eos_token_id=256, decoder_start_token_id=257)
+    return WhisperForConditionalGeneration(config), WhisperProcessor(WhisperFeatureExtractor(feature_size=8, chunk_length=1), words)
+
+
+def qwen2_audio() -> tuple[Any, Any]:
+    words = tokenizer("<a><|AUDIO|></a>", "audio")
+    features = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    processor = Qwen2AudioProcessor(features, words, chat_template=words.chat_template, audio_bos_token="<a>", audio_eos_token="</a>")
+    audio = {"model_type": "qwen2_audio_encoder", "num_mel_bins": 8, "d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2}
+    audio |= {"encoder_ffn_dim": 32, "max_source_positions": 50}
+    place = words.convert_tokens_to_ids("<|AUDIO|>")
+    config = Qwen2AudioConfig(text_config={"model_type": "qwen2", **TEXT}, audio_config=audio, audio_token_index=place)
+    return Qwen2AudioForConditionalGeneration(config), processor
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"llava": llava, "mllama": mllama, "whisper": whisper, "qwen2_audio": qwen2_audio}
+
+
+def made(name: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def pictures(number: int = 4) -> list[Image.Image]:
+    draw = np.random.RandomState(0)
+    return [Image.fromarray(draw.randint(0, 255, (20 + 4 * n, 24, 3), dtype=np.uint8)) for n in range(number)]
+
+
+def waves(number: int = 4) -> list[dict[str, Any]]:
+    draw = np.random.RandomState(0)
+    return [{"array": draw.randn(8000).astype(np.float32), "sampling_rate": 16000} for _ in range(number)]
+
+
+def chat(word: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": word}, {"type": "text", "text": "What is it?"}]}]
+
+
+ROWS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "llava": lambda: [{"text": f"<image> this is {n}", "image": one} for n, one in enumerate(pictures())],
+    "mllama": lambda: [{"messages": chat("image"), "images": [one]} for one in pictures()],
+    "whisper": lambda: [{"text": " Hello.", "audio": one} for one in waves()],
+    "qwen2_audio": lambda: [{"messages": chat("audio"), "audio": one} for one in waves()],
+}
+TOWERS = {"llava": "model.vision_tower", "mllama": "model.vision_model", "whisper": "model.encoder", "qwen2_audio": "model.audio_tower"}
+
+
+KEPT = ["re:.*lm_head", "re:.*proj_out"]
+STATIC = {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "dynamic": False}}
+
+
+def static(*ignore: str) -> QuantizationModifier:
+    return QuantizationModifier(config_groups={"all": STATIC}, ignore=[*KEPT, *ignore])
+
+
+def ranges(result: Any) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in result.model.state_dict().items() if name.endswith("input_scale")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_with_media_reach_every_layer_of_the_tower(name: str, tmp_path: Path) -> None:
+    """Of a model in memory with a processor, and of a folder that holds one."""
+    model, processor = made(name)
+    model.save_pretrained(tmp_path / "m")
+    processor.save_pretrained(tmp_path / "m")
+    given = ranges(oneshot(model, processor=processor, dataset=ROWS[name](), recipe=static()))
+    found = oneshot(tmp_path / "m", model_class=type(model), dataset=ROWS[name](), recipe=static(), output_dir=tmp_path / "out")
+    assert any(part.startswith(TOWERS[name]) for part in given) and len(given) == len(found.report.modules)
+    assert all(torch.equal(value, ranges(found)[part]) for part, value in given.items())
+    assert (tmp_path / "out" / "processor_config.json").read_bytes() == (tmp_path / "m" / "processor_config.json").read_bytes()
+
+
+def collate_one(rows: list[Any]) -> dict[str, torch.Tensor]:
+    """As published scripts have it, for rows that a processor has gone over."""
+    assert len(rows) == 1
+    return {name: torch.tensor(value) for name, value in rows[0].items()}
+
+
+@pytest.mark.parametrize("name", ["llava", "whisper"])
+def test_a_processor_gives_what_a_collator_gives(name: str) -> None:
+    model, processor = made(name)
+    word = "images" if name == "llava" else "audio"
+
+    def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
+        media = {"images": rows[0]["image"]} if name == "llava" else {"audio": rows[0]["audio"]["array"], "sampling_rate": 16000}
+        inputs = processor(text=rows[0]["text"], **media, return_tensors="pt")
+        return dict(inputs) if word == "images" else {"decoder_input_ids": inputs["labels"], "input_features": inputs["input_features"]}
+
+    by_collator = ranges(oneshot(model, dataset=ROWS[name](), data_collator=collate, recipe=static()))
+    by_rows = ranges(oneshot(made(name)[0], processor=processor, dataset=ROWS[name](), recipe=static()))
+    assert by_collator.keys() == by_rows.keys() and all(torch.equal(value, by_rows[part]) for part, value in by_collator.items())
+
+
+def test_a_set_of_images_by_its_name(hub: Any, tmp_path: Path) -> None:
+    """As the published script of Mllama has it: the collator gets what the processor has made of the set's rows."""
+    rows = [{"image": one, "caption": ["a dog", "on grass"]} for one in pictures()]
+    file = io.BytesIO()
+    datasets.Dataset.from_list(rows).to_parquet(file)
+    hub.add("lmms-lab/flickr30k", {"data/test-00000.parquet": file.getvalue()}, "datasets")
+    model, processor = made("mllama")
+    model.save_pretrained(tmp_path / "m")
+    processor.save_pretrained(tmp_path / "m")
+    script: dict[str, Any] = {"dataset": "flickr30k", "splits": {"calibration": "test[:3]"}, "max_seq_length": 512}
+    with_collator = oneshot(model, tokenizer=str(tmp_path / "m"), data_collator=collate_one, recipe=static(), **script)
+    without = oneshot(type(model).from_pretrained(tmp_path / "m"), recipe=static(), num_calibration_samples=3, **script)
+    assert with_collator.record["data"]["num_samples"] == without.record["data"]["num_samples"] == 3
+    assert ranges(with_collator).keys() == ranges(without).keys()
+    assert all(torch.equal(value, ranges(without)[part]) for part, value in ranges(with_collator).items())
+
+
+@pytest.mark.parametrize(("name", "text"), [("whisper", " Hello you"), ("qwen2_audio", "user:<a><|AUDIO|></a>What did the person say?")])
+def test_rows_of_the_set_of_speech_fit_the_model(name: str, text: str) -> None:
+    _, processor = made(name)
+    preset = find_preset("peoples_speech")
+    assert preset is not None
+    function = preset.row_function(processor)
+    assert function is not None
+    row = function({"text": "HELLO YOU", "audio": waves(1)[0], "id": "1"})
+    said = row["text"] if name == "whisper" else processor.apply_chat_template(row["messages"], tokenize=False)
+    assert said == text and row["audio"]["sampling_rate"] == 16000
+
+
+def test_a_tower_is_compressed_layer_by_layer_or_left_alone() -> None:
+    model, processor = made("llava")
+    targets = ["CLIPEncoderLayer", "LlamaDecoderLayer"]
+    recipe = GPTQModifier(targets="Linear", scheme="W8A8", ignore=KEPT, dampening_frac=0.1)
+    result = oneshot(model, processor=processor, dataset=ROWS["llava"](), recipe=recipe, sequential_targets=targets)
+    layers = ["vision_tower.encoder.layers.0", "vision_tower.encoder.layers.1", "language_model.layers.0"]
+    assert [lap.name.removeprefix("model.") for lap in result.stages][:3] == layers
+    assert sum(name.startswith("model.vision_tower.") for name in result.report.modules) == 12
+    again, _ = made("llava")
+    alone = oneshot(again, processor=processor, dataset=ROWS["llava"](), recipe=static("re:.*vision_tower.*", "re:.*projector.*"))
+    assert alone.report.modules and not any("vision_tower" in name for name in alone.report.modules)
+    static_too, _ = made("llava")  # a recipe that needs ranges alone takes the layers one after another where they are named
+    result = oneshot(static_too, processor=processor, dataset=ROWS["llava"](), recipe=static(), sequential_targets=targets)
+    assert [lap.name.removeprefix("model.") for lap in result.stages][:3] == layers
+
+
+def test_padded_rows_keep_the_places_of_images() -> None:
+    """The check of the mask exchanges tokens; the model refuses another number of places than there are features."""
+    model, processor = made("llava")
+    rows = [{"text": "<image> " + "long " * n, "image": one} for n, one in enumerate(pictures())]
+    result = oneshot(model, processor=processor, dataset=rows, batch_size=2, recipe=static("re:.*vision_tower.*", "re:.*projector.*"))
+    assert result.report.modules and result.record["data"]["num_samples"] == 4
+
+
+def test_what_cannot_be_read_is_refused_by_name() -> None:
+    model, processor = made("llava")
+    with pytest.raises(DatasetError, match=r"column 'image' becomes an input of the model through its processor, .* pass processor="):
+        oneshot(model, dataset=ROWS["llava"](), recipe=static())
+    with pytest.raises(DatasetError, match="column 'image' becomes"):
+        oneshot(model, dataset=ROWS["llava"](), tokenizer=processor.tokenizer, recipe=static())
+    processor.chat_template = None
+    with pytest.raises(DatasetError, match=r"the processor has no chat template; set processor\.chat_template"):
+        oneshot(model, processor=processor, dataset=[{"messages": chat("image"), "image": pictures(1)[0]}], recipe=static())
+    with pytest.raises(DatasetError, match="dataset row 0: the processor LlavaProcessor raised"):
+        oneshot(model, processor=processor, dataset=[{"text": "<image>", "image": "nowhere.png"}], recipe=static())
+
+
+def test_texts_for_a_model_in_memory_are_read_by_the_tokenizer_that_it_came_with(tmp_path: Path) -> None:
+    model, processor = made("llava")
+    model.save_pretrained(tmp_path / "m")
+    processor.tokenizer.save_pretrained(tmp_path / "m")
+    loaded = LlavaForConditionalGeneration.from_pretrained(tmp_path / "m")
+    kept = static("re:.*vision_tower.*", "re:.*projector.*")
+    result = oneshot(loaded, dataset=["some text", "more of it"], recipe=kept)
+    assert any(f"texts are read by the tokenizer of {tmp_path / 'm'}" in note for note in result.report.notes)
+    assert result.tokenizer("a")["input_ids"] == processor.tokenizer("a")["input_ids"]
+    with pytest.raises(DatasetError, match="text needs a tokenizer, and the model has none"):
+        oneshot(model, dataset=["some text"], recipe=static("re:.*vision_tower.*", "re:.*projector.*"))
