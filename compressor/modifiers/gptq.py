@@ -253,6 +253,8 @@ class GPTQModifier(SchemeModifier):
                 for name in names
             ]
         weights = [weight_of(self._pending[name]) for name in names]
+        squares_C = hessian_CC.diagonal()
+        loudest = float((squares_C.max() / squares_C.mean()).sqrt()) if bool(squares_C.any()) else 0.0
         try:
             solved, num_dead = quantize_gptq(
                 weights,
@@ -279,7 +281,14 @@ class GPTQModifier(SchemeModifier):
                 name,
                 own.codes_RC,
                 own.qparams,
-                ModuleRecord(name, type(self).__name__, scheme_label(args), own.relative_error, num_tokens, {"loss": own.loss, **dead}),
+                ModuleRecord(
+                    name,
+                    type(self).__name__,
+                    scheme_label(args),
+                    own.relative_error,
+                    num_tokens,
+                    {"loss": own.loss, "loudest_input": loudest, **dead},
+                ),
                 own.g_idx_C,
             )
             for name, own in zip(names, solved, strict=True)

@@ -9,7 +9,7 @@ from typing import Any
 from compressor.atomic import check_output_dir
 from compressor.json_text import to_json
 from harness.reporting.pages import render, write_texts
-from harness.run_report.plots import plot_errors, plot_layers, plot_peaks, plot_stages
+from harness.run_report.plots import plot_errors, plot_inputs, plot_layers, plot_peaks, plot_stages
 from harness.run_report.reading import MOVED, OUTLIER, RunReport
 
 __all__ = ["check_output_dir", "write_report"]
@@ -31,6 +31,11 @@ def render_page(report: RunReport) -> str:
         ("Errors by kind", "relative errors on the calibration data, as the run measured them", plot_errors(report.modules)),
         ("Errors by layer", "a dot per module", plot_layers(report)),
         ("Peaks of the weights", "a scale that covers one large weight is coarse for all others", plot_peaks(report.modules)),
+        (
+            "Loudest inputs",
+            "outliers: weights of such a channel count most, and one scale for all inputs is coarse",
+            plot_inputs(report.modules),
+        ),
         ("Time by stage", "", time),
         ("Memory by stage", "", memory),
     ]
@@ -44,6 +49,7 @@ def render_page(report: RunReport) -> str:
         "moved": [row for row in report.modules if row.scheme == MOVED],
         "modules": [row for row in report.modules if row.scheme != MOVED],
         "outlier": OUTLIER,
+        "has_loudest": any(row.loudest_input is not None for row in report.modules),
         "has_inputs": any(row.input_peak is not None for row in report.modules),
         "facts": {
             key: report.record[key] for key in ("data", "seed", "pipeline", "source", "versions") if report.record.get(key) is not None
@@ -64,6 +70,10 @@ def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
     if peaked:
         farthest = max(peaked, key=lambda row: row.peak or 0.0)
         tiles.append(("Farthest weight", f"{farthest.peak:.1f} rms", farthest.name))
+    heard = [row for row in changed if row.loudest_input is not None]
+    if heard:
+        loudest = max(heard, key=lambda row: row.loudest_input or 0.0)
+        tiles.append(("Loudest input channel", f"{loudest.loudest_input:.1f} rms", loudest.name))
     tiles.append(("Tensors on disk", f"{report.num_bytes / 1e6:,.1f} MB", f"{len(report.record.get('fallbacks', []))} fallbacks"))
     if report.phases:
         seconds = sum(lap["seconds"] for lap in report.phases)

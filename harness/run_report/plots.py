@@ -38,6 +38,18 @@ def plot_peaks(modules: Sequence[ModuleRow]) -> str:
     return _plot_kinds("peaks", rows, f"largest weight, in rms of its module; outliers lie beyond {OUTLIER:g}") if rows else ""
 
 
+def plot_inputs(modules: Sequence[ModuleRow]) -> str:
+    """Plot how far the loudest input channel of every module stands out, a row per kind.
+
+    Args:
+        modules: of the run.
+    Returns:
+        An SVG element; empty where no run has measured it.
+    """
+    rows = _by_kind({row.name: row.loudest_input for row in modules if row.loudest_input})
+    return _plot_kinds("inputs", rows, "rms of the loudest input channel, in rms of all channels") if rows else ""
+
+
 def plot_layers(report: RunReport) -> str:
     """Plot the errors of the modules of every layer, in the order of the model.
 

@@ -42,6 +42,7 @@ class ModuleRow:
         outliers: share of the weights beyond OUTLIER times that root.
         zeros: share of the weights that are zero.
         input_peak: largest absolute input that its static scale covers; None where inputs have none.
+        loudest_input: rms of the input channel with the largest, over that of all channels; None where no run has measured it.
         details: what else the record says of it.
     """
 
@@ -56,6 +57,7 @@ class ModuleRow:
     outliers: float | None = None
     zeros: float | None = None
     input_peak: float | None = None
+    loudest_input: float | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -177,7 +179,7 @@ def _rows(folder: Path, modules: Mapping[str, Any], checkpoint: Checkpoint) -> I
             found = {**_spread(layer.dequantized_weight()), "input_peak": _input_peak(layer)}
         elif key in checkpoint.entries:
             found = _spread(checkpoint.tensor(key))
-        own = {key: said[key] for key in ("error", "num_tokens", "details")}
+        own = {key: said[key] for key in ("error", "num_tokens", "details")} | {"loudest_input": said["details"].get("loudest_input")}
         yield ModuleRow(name, str(said["modifier"]), str(said["scheme"]), **own, **found)
 
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from compressor import GPTQModifier, oneshot
 from compressor.cli.main import main as compressor
 from harness.cli import main
 
@@ -82,6 +83,31 @@ def test_modules_stand_with_the_numbers_of_run_and_checkpoint(ran: Run, page: Pa
         assert outliers == ("0" if weight.abs().max() <= 6 * root else f"{1 / weight.numel():.4%}")
         assert inputs == f"{448 * float(tensors[f'{name}.input_scale']):.3g}"
     assert max(rows.values(), key=lambda row: float(row[6]))[0] == "model.layers.1.mlp.up_proj"
+
+
+def test_loud_input_channels_are_seen(tmp_path: Path) -> None:
+    """One channel that a norm makes loud stands out by what the plain model's inputs say."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model.model.layers[0].input_layernorm.weight.data[5] = 30.0
+    tokens = torch.randint(0, 64, (4, 12))
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        model(tokens)
+    hook.remove()
+    recipe = GPTQModifier(targets=["Linear"], scheme="W8A8", ignore=["lm_head"], dampening_frac=0.1)
+    oneshot(model, recipe=recipe, dataset=list(tokens), output_dir=tmp_path / "made")
+    assert main(["report", str(tmp_path / "made"), "--output-dir", str(tmp_path / "report"), "--quiet"]) == 0
+    data = {row["name"]: row["loudest_input"] for row in json.loads((tmp_path / "report/report.json").read_text())["modules"]}
+    squares = torch.cat(seen).flatten(0, -2).square().mean(0)
+    expected = float((squares.max() / squares.mean()).sqrt())
+    assert expected > 5.0 and data["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
+    assert max(data, key=data.__getitem__).startswith("model.layers.0.self_attn.") and len(data) == 14
+    rows = {row[0]: row[-1] for row in _rows(tmp_path / "report", "modules")}
+    assert rows["model.layers.0.self_attn.q_proj"] == f"{expected:.1f}"
+    assert "Loudest input channel" in (tmp_path / "report/report.html").read_text(encoding="utf-8")
 
 
 def test_layers_and_laps_add_up(ran: Run, page: Path) -> None:
