@@ -107,12 +107,13 @@ def product(subject: Layer, context: CheckContext) -> str:
             case = _Case.built(subject, shape, dtype, bias)
             worst = max(worst, _hold_plain(case, shape[1], dtype) if number < 2 else 0.0)
             for name, x in _hurtful_inputs(shape[1], dtype, bias).items():
-                if name == "subnormal" and not torch.equal(subject.expected_input(case.layer, x), x):
+                kind = name.partition(",")[0]
+                if kind == "subnormal" and not torch.equal(subject.expected_input(case.layer, x), x):
                     continue  # the scale of such an input is only asked to be above zero
                 # Near the smallest numbers products are rounded in steps of the same size, however small they are.
                 case.layer.eval()
-                error = _hold_product(case, x, f"{name}, in evaluation mode", least=_COARSE.get(name, 0.0))
-                worst = max(worst, 0.0 if name in _COARSE else error)
+                error = _hold_product(case, x, f"{name}, in evaluation mode", least=_COARSE.get(kind, 0.0))
+                worst = max(worst, 0.0 if kind in _COARSE else error)
         others += _block_shapes(subject) if dtype == subject.dtypes[0] else []
         for shape, bias in ((shape, bias) for shape in others for bias in (True, False)):  # one wide, one high, and square
             case = _Case.built(subject, shape, dtype, bias, times=16)  # else one bias outweighs what a few columns add up to
@@ -149,15 +150,18 @@ def _inputs(leading: Sequence[tuple[int, ...]], columns: int, dtype: torch.dtype
 
 
 def _hurtful_inputs(columns: int, dtype: torch.dtype, bias: bool) -> dict[str, Tensor]:
-    """Many tokens, large values, rows of zeros; and small ones, where no bias hides what becomes of them."""
+    """Many tokens, large values, rows of zeros; and small ones of each rank, where no bias hides what becomes of them."""
     many, large = hurtful("bell", (130, columns), dtype), hurtful("large", (3, columns), dtype)
     many[1::2] *= 64  # a deviation of 1.5, as hidden states have it, beside one of 0.02: what saturates for many tokens only
     some = hurtful("outliers", (5, columns), dtype)
     some[1::2] = 0
     found = {"130 tokens": many, "65 tokens a sequence": many.reshape(2, 65, columns), "large": large, "rows of zeros": some}
     found |= {"zeros only": torch.zeros(2, columns, dtype=dtype), "a constant": torch.full((3, columns), 0.3, dtype=dtype)}
-    small = {} if bias else {name: hurtful(name, (3, columns), dtype) for name in ("small", "tiny", "subnormal")}
-    return {**found, **small}
+    if not bias:
+        for name in ("small", "tiny", "subnormal"):
+            x = hurtful(name, (3, columns), dtype)
+            found |= {name: x, f"{name}, in sequences": x[None], f"{name}, in four dimensions": x[:, None, None]}
+    return found
 
 
 def _hold_product(case: _Case, x: Tensor, where: str, *, num_more: int = 1, least: float = 0.0) -> float:

@@ -99,6 +99,8 @@ WRONG: dict[str, Callable[[Any, Tensor], Any]] = {
     "long sequences": scaled(lambda layer, x: x.ndim == 3 and x.shape[1] > 32),
     "beyond 100": lambda layer, x: layer.inner(x.clamp(-100, 100)),
     "beyond 2^90": lambda layer, x: layer.inner(x.clamp(-(2.0**90), 2.0**90)) if x.dtype == torch.float32 else layer.inner(x),
+    "tiny rows are padding": lambda layer, x: layer.inner(x * (x.abs().sum(-1, keepdim=True) > 1e-3) if x.ndim == 3 else x),
+    "tiny rows in four dimensions": lambda layer, x: layer.inner(x * (x.abs().sum(-1, keepdim=True) > 1e-3) if x.ndim == 4 else x),
     "below 1e-6": lambda layer, x: layer.inner(x.masked_fill(x.abs() < 1e-6, 0)),
     "below 1e-30": lambda layer, x: layer.inner(x.masked_fill(x.abs() < 1e-30, 0)),
     "subnormal": lambda layer, x: layer.inner(x.masked_fill(x.abs() < 1.2e-38, 0)),
