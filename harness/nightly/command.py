@@ -101,7 +101,7 @@ class ExportSettings(HistorySettings):
     """Where the history goes."""
 
     file: Annotated[FilePath, Option(positional=True, metavar="FILE", read=Path)]
-    """A .csv with a row a reading, or a .zip with acceptances and cells, too; replaced where export wrote it."""
+    """A .csv or .parquet with a row a reading, or a .zip with acceptances and cells, too; replaced where export wrote it."""
 
 
 class ImportSettings(HistorySettings):
@@ -325,7 +325,9 @@ COMMAND = Actions(
         "show": Command("show the nights of a metric, and what they say", ShowSettings, _show, exit_codes("shown")),
         "accept": Command("say that a change is meant", AcceptSettings, _accept, exit_codes("accepted")),
         "blame": BLAME,
-        "export": Command("write all readings as CSV, or all that there is as an archive", ExportSettings, _export, exit_codes("written")),
+        "export": Command(
+            "write all readings as CSV or parquet, or all that there is as an archive", ExportSettings, _export, exit_codes("written")
+        ),
         "import": Command("add what export wrote", ImportSettings, _import, exit_codes("added")),
         "report": Command(
             "write the last night as pages with trends, JUnit and Markdown",

@@ -1,4 +1,4 @@
-"""What `harness nightly export` writes and `import` reads: readings as CSV, or an archive of these with acceptances and cells."""
+"""What `harness nightly export` writes and `import` reads: readings as CSV or parquet, or an archive of CSVs with acceptances and cells."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from compressor.atomic import check_output_file, whole_file
 from compressor.errors import OutputError, UserInputError
 from compressor.json_text import from_json
 from compressor.settings.kinds import TEXT
+from harness.errors import HarnessError
 from harness.nightly.environment import Environment
 from harness.nightly.measurement import Acceptance, CellRow, Measurement, begins_with_a_date, check_measurement
 
@@ -51,9 +52,9 @@ def check_target(path: Path) -> None:
         path: to be written.
 
     Raises:
-        OutputError: another ending than .csv or .zip, no place for a file, or other content.
+        OutputError: another ending than .csv, .parquet or .zip, no place for a file, or other content.
     """
-    check_output_file(path, ".csv", ".zip")
+    check_output_file(path, ".csv", ".parquet", ".zip")
     try:
         if path.is_file() and path.stat().st_size:
             _texts(path)
@@ -65,15 +66,19 @@ def write_tables(target: Path, tables: Mapping[str, Iterable[tuple[Any, ...]]]) 
     """Write rows, whole or not at all.
 
     Args:
-        target: a .csv takes the readings alone, a .zip all tables; replaced where it is there.
+        target: a .csv or .parquet takes the readings alone, a .zip all tables; replaced where it is there.
         tables: of every name, its rows in the order of the columns.
 
     Raises:
         CheckpointError: the disk is full or fails; what was there is as it was.
+        HarnessError: `pyarrow` is not installed, and a .parquet is asked for.
     """
     with whole_file(target) as path:
         if target.suffix == ".csv":
             path.write_bytes(_csv("readings", tables["readings"]))
+            return
+        if target.suffix == ".parquet":
+            _write_parquet(path, tables["readings"])
             return
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
             for name in TABLES:
@@ -87,7 +92,7 @@ def read_tables(source: Path) -> Exchanged:
         source: the file.
 
     Returns:
-        All of it; a .csv has neither acceptances nor cells.
+        All of it; only a .zip has acceptances and cells.
 
     Raises:
         UserInputError: it is no such file, or a row is wrong; it is named.
@@ -99,6 +104,8 @@ def read_tables(source: Path) -> Exchanged:
         if place != str(len(values)):
             raise UserInputError(f"{where}: is reading {place} where {len(values)} should be; nothing was added")
         values.append(value)
+    for (one, _, _), values in measured.items():
+        check_measurement(replace(one, values=tuple(values)))
     accepted = [row for _, row in _parsed(source, texts, "acceptances", _acceptance)]
     return Exchanged(measured, accepted, [row for _, row in _parsed(source, texts, "cells", _cell)])
 
@@ -112,13 +119,45 @@ def _csv(name: str, rows: Iterable[tuple[Any, ...]]) -> bytes:
     return text.getvalue().encode()
 
 
+def _parquet() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ModuleNotFoundError as error:
+        raise HarnessError("harness nightly: pyarrow, which .parquet needs, is not installed; pip install pyarrow") from error
+    return pyarrow, parquet
+
+
+def _write_parquet(path: Path, rows: Iterable[tuple[Any, ...]]) -> None:
+    """A column of texts for each name, but `place` of whole numbers and `value` of float64."""
+    pyarrow, parquet = _parquet()
+    kinds = {"place": pyarrow.int64(), "value": pyarrow.float64()}
+    schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in TABLES["readings"]])
+    listed = [dict(zip(schema.names, row, strict=True)) for row in rows]
+    parquet.write_table(pyarrow.Table.from_pylist(listed, schema=schema), path)
+
+
+def _read_parquet(data: bytes) -> list[list[str]]:
+    """The rows behind one of names, as a CSV would have them."""
+    pyarrow, parquet = _parquet()
+    try:
+        table = parquet.read_table(BytesIO(data))
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"it is no parquet: {error}") from error
+    columns = [[repr(one) if isinstance(one, float) else str(one) for one in column.to_pylist()] for column in table.columns]
+    return [table.column_names, *(list(row) for row in zip(*columns, strict=True))]
+
+
 def _texts(source: Path) -> dict[str, list[list[str]]]:
     """The rows of each table that a file holds, that of names left out."""
     try:
         data = source.read_bytes()
-        held = {"readings": data} if source.suffix != ".zip" else _unpacked(data)
-        found = {name: list(csv.reader(StringIO(one.decode("utf-8-sig"), newline=""))) for name, one in held.items()}
-    except (OSError, UnicodeDecodeError, csv.Error, zipfile.BadZipFile, KeyError) as error:
+        if source.suffix == ".parquet":
+            found = {"readings": _read_parquet(data)}
+        else:
+            held = _unpacked(data) if source.suffix == ".zip" else {"readings": data}
+            found = {name: list(csv.reader(StringIO(one.decode("utf-8-sig"), newline=""))) for name, one in held.items()}
+    except (OSError, ValueError, csv.Error, zipfile.BadZipFile, KeyError) as error:
         raise UserInputError(f"{source}: cannot be read ({error}); {_WROTE}") from error
     for name, rows in found.items():
         if not rows or tuple(rows[0]) != TABLES[name]:
@@ -151,7 +190,7 @@ def _parsed(
 def _reading(row: Mapping[str, str]) -> tuple[tuple[Measurement, str, str], str, float]:
     environment, value = _environment(row), _read("value", row["value"], float)
     one = Measurement(row["night"], environment.digest, row["revision"], row["metric"], row["better"], (), row["kind"])  # type: ignore[arg-type]
-    check_measurement(replace(one, values=(value,)))
+    check_measurement(replace(one, values=(value, 1.0)))  # a sequence may have a KL of 0, if not all have
     return (one, environment.to_json(), _moment(row)), row["place"], value
 
 

@@ -253,13 +253,13 @@ class History:
         return Environment(json.loads(rows[0][0]))
 
     def export(self, target: Path) -> dict[str, int]:
-        """Write all readings as CSV, or all that there is as an archive of tables; with the facts of environments, whole or not at all.
+        """Write all readings as a table, or all that there is as an archive of tables; with the facts of environments, whole or not at all.
 
         Args:
-            target: a .csv or .zip; one that is there is replaced.
+            target: a .csv, .parquet or .zip; one that is there is replaced.
 
         Returns:
-            How many readings, acceptances and cells there are; a .csv takes the readings only.
+            How many readings, acceptances and cells there are; only a .zip takes the latter two.
         """
         tables = {name: self._read(query) for name, query in _EXPORTED.items()}
         write_tables(target, tables)

@@ -55,11 +55,15 @@ def run_limited(
         How it ended. No process of it is left.
 
     Raises:
-        HarnessError: it cannot be started, or psutil is not installed.
+        HarnessError: it cannot be started, the log cannot be written, or psutil is not installed.
     """
     start, peak, beyond = time.monotonic(), 0, ""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    with log.open("wb") as output:
+    try:
+        output = log.open("wb")
+    except OSError as error:
+        raise HarnessError(f"{log}: cannot be written ({error.strerror}); make room, or name another folder") from error
+    with output:
         try:
             process = subprocess.Popen(
                 command,

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from compressor.atomic import write_whole
+from compressor.atomic import reason, whole_file
 from compressor.json_text import from_json, to_json
 from compressor.progress import Progress, SilentProgress
 from harness.errors import HarnessError
@@ -112,9 +112,14 @@ class Runner:
 
         Raises:
             HistoryError: the history cannot be written; the cell that had run is run again the next time.
+            HarnessError: the folder of the night cannot be made.
+            CheckpointError: the disk is full; likewise.
         """
         cells = self.cells
-        (self.config.folder / self.night).mkdir(parents=True, exist_ok=True)
+        try:
+            (self.config.folder / self.night).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HarnessError(f"{self.config.folder / self.night}: cannot be made ({reason(error)}); name another folder") from error
         rows = self._done()
         resumed = len(rows)
         with self.progress.task("cells", len(cells)) as bar:
@@ -179,7 +184,8 @@ class Runner:
         assert self.config.data is not None  # read_config saw to it
         job = Job(cell.check, **values, data=self.config.data.model_dump(), repetitions=self.config.repetitions)
         job_file = stem.with_name(stem.name + ".job.json")
-        write_whole(job_file, to_json(asdict(job)).encode())
+        with whole_file(job_file) as path:
+            path.write_text(to_json(asdict(job)), "utf-8")
         return [sys.executable, "-m", "harness.nightly.work", str(job_file), str(result)]
 
     def _read(self, cell: Cell, ended: Ended, log: Path, result: Path) -> tuple[CellOutcome, str, dict[str, Any]]:
@@ -207,7 +213,7 @@ class Runner:
         measured = [
             Measurement(*place, f"{cell.name}/{name}", better, tuple(values), kind)
             for name, (values, better, kind) in metrics.items()
-            if all(value > 0 for value in values) or kind == "paired"
+            if all(value > 0 for value in values) or (kind == "paired" and any(values))  # of what is lost nowhere no effect is relative
         ]
         self.history.add_cell(row, measured, environment=environment)
         return row

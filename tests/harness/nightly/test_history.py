@@ -21,11 +21,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet
 
-from compressor.errors import CheckpointError, UserInputError
+from compressor.errors import CheckpointError, OutputError, UserInputError
 from harness.errors import HistoryError
 from harness.nightly import History
 from harness.nightly.environment import Environment
+from harness.nightly.exchange import check_target
 from harness.nightly.measurement import CellRow, Measurement
 
 HERE, ELSEWHERE = Environment({"device": "cpu"}), Environment({"device": "cuda", "gpu": "one"})
@@ -260,6 +262,26 @@ def test_writers_at_once_lose_nothing_and_one_that_is_killed_leaves_whole_nights
     assert [one.values for one in history.series("steady")] == [(1.0 + number,) * 7 for number in range(40)]
     left = history.series("killed")
     assert len(left) >= 15 and [one.values for one in left] == [(1.0 + number,) * 7 for number in range(len(left))]
+
+
+def test_readings_come_back_from_a_table_of_columns_bit_for_bit(history: History, tmp_path: Path) -> None:
+    values = [0.1, 1 / 3, 5e-324, 1e300]
+    history.add("a", values, environment=HERE, night="2026-01-01", revision='r,"x"\n')
+    history.add("k", [0.0, 2.0], environment=ELSEWHERE, night="2026-01-02", kind="paired")
+    for _ in range(2):
+        assert history.export(tmp_path / "all.parquet")["readings"] == 6
+    told = parquet.read_table(tmp_path / "all.parquet")
+    assert told["value"].to_pylist() == [*values, 0.0, 2.0] and told["place"].to_pylist() == [0, 1, 2, 3, 0, 1]
+    other = History(tmp_path / "other.sqlite")
+    assert [other.read_in(tmp_path / "all.parquet")["measurements"] for _ in range(2)] == [2, 0]
+    assert [other.series(name) for name in "ak"] == [history.series(name) for name in "ak"]
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "all.parquet").read_bytes()[:200])
+    parquet.write_table(told.drop_columns("made"), tmp_path / "less.parquet")
+    for name, message in (("cut", "it is no parquet"), ("less", "its first line is not night,environment")):
+        with pytest.raises(UserInputError, match=message):
+            other.read_in(tmp_path / f"{name}.parquet")
+        with pytest.raises(OutputError, match="was not written by harness nightly export, and is kept"):
+            check_target(tmp_path / f"{name}.parquet")
 
 
 def test_what_is_exported_comes_back_once(history: History, tmp_path: Path) -> None:

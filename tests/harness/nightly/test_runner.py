@@ -15,13 +15,14 @@ import pytest
 
 from compressor.errors import UserInputError
 from harness import cli
+from harness.errors import HarnessError
 from harness.nightly import History
 from harness.nightly.cells import CellOutcome, all_cells
 from harness.nightly.config import read_config
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judgement import Judgement
 from harness.nightly.measurement import CellRow
-from harness.nightly.process import run_limited
+from harness.nightly.process import Ended, run_limited
 from harness.nightly.runner import Night, Runner
 from harness.reporting.verdict import Verdict
 
@@ -156,6 +157,31 @@ def test_cells_without_their_checkpoint_are_skipped_and_say_so(project: Path, tm
     first, second = run(tmp_path, **settings, checks=["compress", "validate"]).rows
     assert first.outcome == "error" and "NoSuchModifier" in first.summary
     assert second.outcome == "skipped" and "m/bad/cpu/compress: error, so there is no checkpoint" in second.summary
+
+
+def test_a_checkpoint_that_loses_nothing_does_not_end_the_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lossless(command: list[str], log: Path, **_: object) -> Ended:
+        log.touch()
+        metrics = {"kl": [[0.0, 0.0], "lower", "paired"], "loss": [[0.0, 2.0], "lower", "paired"]}
+        Path(command[-1]).write_text(json.dumps({"outcome": "pass", "summary": "", "metrics": metrics}))
+        return Ended(0, "", 1.0, 1)
+
+    monkeypatch.setattr("harness.nightly.runner.run_limited", lossless)
+    (tmp_path / "r.yaml").touch()
+    (row,) = run(tmp_path, recipes={"r": "r.yaml"}, data=DATA, checks=["compress"]).rows
+    history = History(tmp_path / "nightly.sqlite")
+    assert row.outcome == "pass" and history.metrics() == ["m/r/cpu/compress/loss"]
+    history.export(tmp_path / "all.csv")
+    assert History(tmp_path / "other.sqlite").read_in(tmp_path / "all.csv")["measurements"] == 1
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "nightly").write_text("a file")
+    with pytest.raises(HarnessError, match=r"nightly/1: cannot be made .*; name another folder"):
+        run(tmp_path, commands={"c": python("pass")})
+    (tmp_path / "log").mkdir()
+    with pytest.raises(HarnessError, match=r"log: cannot be written .*; make room, or name another folder"):
+        run_limited(["true"], tmp_path / "log", seconds=60, memory=None, cwd=tmp_path)
 
 
 def test_commands_run_for_what_they_name(tmp_path: Path) -> None:
