@@ -60,7 +60,8 @@ def verify(
         expected_failures: reason by name of a check that fails today; one that passes all the same is a failure.
         checks: names or numbers of the checks to run; by default all.
         profile: dev, change, pr or nightly; by default that of --harness-profile, else pr, which repeats exactly.
-        time_limit: seconds that one call of the lifecycle may take before it counts as hanging.
+        time_limit: seconds that one call of the lifecycle may take before it counts as hanging; what other processes take of the
+            processor meanwhile does not count.
         session_class: the session to drive it with.
 
     Returns:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 _WAIT_SECONDS = 0.05
+_IDLE = 0.02  # of a stretch: who works less waits for something
+_LEAST_SHARE = 0.1  # of a stretch that counts in any case, lest who works a little now and then goes on for ever
 
 
 class TimeLimitError(BaseException):
@@ -69,9 +71,9 @@ def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float
     thread = threading.Thread(target=work, daemon=True, name="harness-limited")
     thread.start()
     while thread.is_alive():
-        before = time.monotonic()
+        before, worked = time.monotonic(), time.process_time()
         thread.join(timeout=_WAIT_SECONDS)
-        stopwatch.move(min(time.monotonic() - before, 4 * _WAIT_SECONDS))
+        stopwatch.move(counted(min(time.monotonic() - before, 4 * _WAIT_SECONDS), time.process_time() - worked))
         if thread.is_alive() and stopwatch.seconds > seconds:
             error = TimeLimitError(f"one call took longer than {seconds:g} s" + (f", in {where()}" if where else ""))
             _interrupt(thread)
@@ -79,6 +81,19 @@ def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float
     if errors:
         raise errors[0]
     return results[0]
+
+
+def counted(elapsed: float, worked: float) -> float:
+    """Say how much of a stretch of time counts: what other processes take of a busy machine does not.
+
+    Args:
+        elapsed: seconds.
+        worked: seconds of the processor that this process had meanwhile.
+
+    Returns:
+        All of it where the process waits for something, else its own work.
+    """
+    return elapsed if worked < _IDLE * elapsed else min(elapsed, max(worked, _LEAST_SHARE * elapsed))
 
 
 def _interrupt(thread: threading.Thread) -> None:

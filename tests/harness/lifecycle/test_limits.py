@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, run_limited
+from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, counted, run_limited
 
 
 def test_answers_and_errors_come_through() -> None:
@@ -36,6 +36,11 @@ def test_a_wait_is_left_behind() -> None:
     with pytest.raises(TimeLimitError):
         run_limited(lambda: release.wait(timeout=30), Stopwatch(), 0.2)
     release.set()
+
+
+@pytest.mark.parametrize(("worked", "counts"), [(0.0, 1.0), (0.01, 1.0), (0.25, 0.25), (0.05, 0.1), (1.0, 1.0), (3.0, 1.0)])
+def test_what_other_processes_take_does_not_count(worked: float, counts: float) -> None:
+    assert counted(1.0, worked) == counts
 
 
 def test_each_call_has_its_own_time() -> None:
