@@ -3,7 +3,8 @@
 python .ci/workflow.py .github/workflows/release.yml sign-off base=MODEL compressed=MODEL-W4A16 dataset=heldout.jsonl
 python .ci/workflow.py .github/workflows/nightly.yml --list
 
-Steps that use an action (checkout, setup-python, cache, upload) are named and left out: what they give is here already.
+Steps that use an action (checkout, setup-python, cache, upload) are named and left out: what they give is here already. A workflow that
+asks for what this does not know (variables of a step, another shell, other conditions) is refused, not run in part.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 import yaml
 
 BASH = ("bash", "--noprofile", "--norc", "-eo", "pipefail", "-c")  # as the server starts it
+KEYS_OF_JOB = {"runs-on", "timeout-minutes", "env", "steps"}
+KEYS_OF_STEP = {"name", "uses", "with", "run", "if"}
+CONDITIONS = {"", "always()"}
 INPUT = re.compile(r"\$\{\{ *inputs\.([a-z_-]+) *\}\}")
 
 
@@ -36,6 +40,8 @@ def main(words: list[str]) -> int:
     names = [word for word in rest if "=" not in word] or list(jobs)
     if len(names) != 1 or names[0] not in jobs:
         return _wrong(f"{path} has the jobs {', '.join(jobs)}; name one of them")
+    if unknown := [*sorted({"env", "defaults"} & set(workflow)), *_unknown(jobs[names[0]])]:
+        return _wrong(f"{path}: {names[0]} has {', '.join(unknown)}, which only the server knows; teach this file, or leave it out")
     declared = (workflow.get("on", workflow.get(True)) or {}).get("workflow_dispatch") or {}  # YAML 1.1 reads the key `on` as true
     inputs = {name: str(one.get("default", "")) for name, one in declared.get("inputs", {}).items()}
     inputs |= dict(word.split("=", 1) for word in rest if "=" in word)
@@ -53,6 +59,13 @@ def _run(job: Mapping[str, Any], inputs: Mapping[str, str]) -> int:
             continue
         code = subprocess.run([*BASH, step["run"]], env={**os.environ, **env}, check=False).returncode or code
     return code
+
+
+def _unknown(job: Mapping[str, Any]) -> list[str]:
+    """What a job asks for that is not done here."""
+    steps = job["steps"]
+    keys = [*sorted(set(job) - KEYS_OF_JOB), *sorted({key for step in steps for key in set(step) - KEYS_OF_STEP})]
+    return keys + [f"if: {step['if']}" for step in steps if step.get("if", "") not in CONDITIONS]
 
 
 def _title(step: Mapping[str, Any]) -> str:

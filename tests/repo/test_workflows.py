@@ -88,5 +88,11 @@ jobs:
     assert code == 1
     assert "not here: actions/checkout@v4\n" in out and "said hello; exit 7 there\n" in out
     assert "\nat the end\n" in out and "\nnot reached\n" not in out
+    for key, told in (("env: {A: b}", "env"), ("working-directory: /", "working-directory"), ("if: failure()", "if: failure()")):
+        (tmp_path / "other.yml").write_text(file.read_text().replace("if: always()", key))
+        said = _here(tmp_path / "other.yml", "job", "word=w")
+        assert said[:2] == (2, "") and f"job has {told}, which only the server knows" in said[2]
+    (tmp_path / "other.yml").write_text(f"defaults: {{run: {{shell: sh}}}}\n{file.read_text()}")
+    assert "job has defaults, which only" in _here(tmp_path / "other.yml", "job", "word=w")[2]
     assert _here(file, "job") == (2, "", f"workflow: {file} needs word=...\n")
     assert _here(file, "jab")[2] == f"workflow: {file} has the jobs job; name one of them\n"
