@@ -196,3 +196,8 @@ def test_a_wrong_quantizer_is_told(name: str) -> None:
 def test_the_same_quantizers_without_a_mistake_pass(subject: OurQuantizer) -> None:
     report = harness.check(subject, draws=False)
     assert report.passed, report.to_text()
+
+
+def test_a_quantizer_without_a_mistake_is_odd() -> None:
+    record = harness.check(Zeroes(lambda w: False), checks=["quantizer.odd"], draws=False).records[0]
+    assert record.outcome is Outcome.PASS, record.summary
