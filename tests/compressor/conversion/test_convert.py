@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
+from compressed_tensors.entrypoints.convert import CompressedTensorsDequantizer, FP8BlockDequantizer, ModelOptNvfp4Converter
 from compressed_tensors.quantization import QuantizationScheme as CTScheme
 from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
@@ -329,6 +329,36 @@ def test_the_words_of_llm_compressor_are_taken(base: Folders, expected: Expected
     ):
         with pytest.raises(UserInputError, match=words):
             model_free_ptq(base("dense"), tmp_path / "other", **asked | wrong)
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "FP8_DYNAMIC"])
+def test_a_quantized_base_is_read_by_a_converter_that_gives_floats(scheme: str, base: Folders, tmp_path: Path) -> None:
+    quantized = tmp_path / "quantized"
+    model_free(base("dense"), output_dir=quantized, scheme=scheme, ignore="lm_head")
+    asked: dict[str, Any] = {"save_directory": tmp_path / "made", "scheme": "W8A16", "ignore": ["lm_head"]}
+    converter = CompressedTensorsDequantizer(quantized, ignore=["re:.*embed_tokens", "re:.*norm"])
+    assert len(model_free_ptq(quantized, converter=converter, **asked).report.modules) == 7
+    before, after = (load_compressed(folder).model.layers[0].mlp.up_proj.dequantized_weight() for folder in (quantized, tmp_path / "made"))
+    assert float((after - before).norm() / before.norm()) < 0.01  # nearer than to the base of the base
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "quantized"]
+
+
+def test_a_converter_that_gives_no_floats_is_refused_by_name(base: Folders, tmp_path: Path) -> None:
+    quantized = tmp_path / "quantized"
+    model_free(base("dense"), output_dir=quantized, scheme="FP8_DYNAMIC", ignore="lm_head")
+    for converter, words in (
+        (
+            CompressedTensorsDequantizer(quantized),
+            r"CompressedTensorsDequantizer cannot read .*; give the base that it was made for, and name",
+        ),
+        (
+            ModelOptNvfp4Converter(targets=["re:.*mlp.*"]),
+            "ModelOptNvfp4Converter gives weights that are quantized already, and floats alone",
+        ),
+    ):
+        with pytest.raises(UserInputError, match=words):
+            model_free_ptq(quantized, tmp_path / "made", scheme="W8A16", converter=converter)
+    assert [path.name for path in tmp_path.iterdir()] == ["quantized"]
 
 
 def test_patterns_may_have_the_names_of_files(base: Folders, tmp_path: Path) -> None:
