@@ -63,7 +63,7 @@ def _function(found: Any) -> FunctionType:
     return function
 
 
-def bug(name: str, kind: str, wrong: str, killer: str, *patches: Patch) -> CodeMutant:
+def bug(name: str, kind: str, wrong: str, killer: str, *patches: Patch, raises: str = "") -> CodeMutant:
     """Make a planted bug.
 
     Args:
@@ -72,8 +72,9 @@ def bug(name: str, kind: str, wrong: str, killer: str, *patches: Patch) -> CodeM
         wrong: what is wrong, in a line.
         killer: the first check in the family's order that sees it.
         *patches: what is replaced.
+        raises: the error by which it is seen, where it is; see Mutant.
 
     Returns:
         The bug.
     """
-    return CodeMutant(name, kind, wrong, patches, killer)
+    return CodeMutant(name, kind, wrong, patches, killer, raises=raises)

@@ -106,6 +106,8 @@ def _print(fates: Sequence[Fate]) -> None:
         console.print(f"Only a state machine saw these {len(names)}: {', '.join(names)}.")
         console.print(f"Each was first looked at by {', '.join(checks)}, which saw nothing.", "")
     for fate in fates:
+        for name, text in fate.broken.items():
+            console.print(f"{fate.mutant.name if fate.mutant else 'Without any bug'}: {_short(name)} could not look: {text}")
         if not fate.mutant:
             seen = "; ".join(f"{_short(name)}: {text}" for name, text in fate.killed_by.items())
             console.print(f"Without any bug: {seen or f'{len(fate.survived)} checks and machines see nothing'}.")

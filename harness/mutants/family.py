@@ -22,13 +22,17 @@ TABLE = "tests.mutation.families:FAMILIES"
 """Where the families of a repository are listed, unless it says another place: name to `package.module:NAME`."""
 
 
+class LookBroke(Exception):
+    """A killer could not look; its message says what it met, such as `ValueError: no such column`."""
+
+
 @dataclass(frozen=True)
 class Killer:
     """One look at the code while a bug is planted.
 
     Attributes:
         name: of the check or machine; a machine may stand in a list several times, each time with more runs.
-        look: says what is wrong, or None.
+        look: says what is wrong, or None. An error that it raises says that it has broken, and not that it sees the bug.
         is_machine: it draws at random, and so comes after everything that does not.
     """
 
@@ -102,12 +106,15 @@ class Fate:
         mutant: the bug; None for the control.
         killed_by: what each check or machine that saw something says, by name.
         survived: those that looked and saw nothing, in order.
+        machines: who draws at random.
+        broken: what those raised that could not look, by name; who breaks has seen nothing.
     """
 
     mutant: Mutant | None
     killed_by: Mapping[str, str]
     survived: Sequence[str] = ()
     machines: frozenset[str] = field(default=frozenset())
+    broken: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def only_machines(self) -> bool:
@@ -116,13 +123,15 @@ class Fate:
 
     @property
     def verdict(self) -> Verdict:
-        """A bug must be seen, and the control must not."""
-        return Verdict.PASS if bool(self.killed_by) == (self.mutant is not None) else Verdict.REGRESSION
+        """A bug must be seen; without one all must be able to look, and see nothing."""
+        is_well = bool(self.killed_by) if self.mutant else not self.killed_by and not self.broken
+        return Verdict.PASS if is_well else Verdict.REGRESSION
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""
         said = {"name": self.mutant.name, "kind": self.mutant.kind, "wrong": self.mutant.wrong} if self.mutant else {"name": "control"}
         seen = {"killed_by": dict(self.killed_by), "survived": list(self.survived), "only_machines": self.only_machines}
+        seen |= {"broken": dict(self.broken)}
         return said | seen
 
 

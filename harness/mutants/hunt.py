@@ -10,11 +10,10 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import replace
 
-from harness.mutants.family import TABLE, Family, Fate, Killer, find_family, raised
+from harness.mutants.family import TABLE, Family, Fate, Killer, LookBroke, find_family, raised
 from harness.mutants.patches import Mutant
-
-Seen = tuple[dict[str, str], list[str]]
 
 
 def fate_of(family: Family, mutant: Mutant | None, all_checks: bool = False) -> Fate:
@@ -31,11 +30,19 @@ def fate_of(family: Family, mutant: Mutant | None, all_checks: bool = False) -> 
     killers = family.looking(mutant)
     killed_by: dict[str, str] = {}
     survived: dict[str, None] = {}
+    broken: dict[str, str] = {}
     with mutant.planted() if mutant else nullcontext():
         for killer in killers:
             if killer.name in killed_by:
                 continue
-            seen = _seen(killer)
+            try:
+                seen = killer.look()
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a bug makes of the code that looks
+                told = str(error) if isinstance(error, LookBroke) else raised(error)
+                if mutant is None or not mutant.raises or not told.startswith(mutant.raises):
+                    broken[killer.name] = told
+                    continue
+                seen = f"raised {told}"
             if seen is None:
                 survived[killer.name] = None
                 continue
@@ -43,15 +50,7 @@ def fate_of(family: Family, mutant: Mutant | None, all_checks: bool = False) -> 
             killed_by[killer.name] = seen
             if not all_checks:
                 break
-    return Fate(mutant, killed_by, tuple(survived), frozenset(killer.name for killer in killers if killer.is_machine))
-
-
-def _seen(killer: Killer) -> str | None:
-    """What a killer says; that it is stopped by an error, or by an exit of the code that is looked at, is something that it sees."""
-    try:
-        return killer.look()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a bug makes code raise is what is seen of it
-        return f"raised {raised(error)}"
+    return Fate(mutant, killed_by, tuple(survived), frozenset(killer.name for killer in killers if killer.is_machine), broken)
 
 
 def hunt(
@@ -82,8 +81,7 @@ def hunt(
         try:
             for done in as_completed(running):
                 number = running[done]
-                killed_by, survived, machines = done.result()
-                yield number, Fate(mutants[number], killed_by, survived, machines)
+                yield number, replace(done.result(), mutant=mutants[number])
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -99,10 +97,7 @@ def _prepare() -> None:
     torch.set_num_threads(1)
 
 
-def _fate_elsewhere(
-    table: str, family_name: str, name: str | None, all_checks: bool
-) -> tuple[dict[str, str], tuple[str, ...], frozenset[str]]:
+def _fate_elsewhere(table: str, family_name: str, name: str | None, all_checks: bool) -> Fate:
     """In a worker: a fate without its bug, whose patches may hold functions that do not travel."""
     family = find_family(family_name, table)
-    fate = fate_of(family, family.mutants[name] if name else None, all_checks)
-    return dict(fate.killed_by), tuple(fate.survived), fate.machines
+    return replace(fate_of(family, family.mutants[name] if name else None, all_checks), mutant=None)

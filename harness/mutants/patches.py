@@ -7,7 +7,7 @@ import linecache
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from compressor.object_reference import resolve
@@ -96,6 +96,7 @@ class Mutant:
         wrong: what is wrong, in a line.
         patches: what is replaced.
         killer: the first check or machine in the family's order that sees it.
+        raises: the error by which it is seen: its class, or how what is said of it begins. Any other error of a killer sees nothing.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Mutant:
     wrong: str
     patches: tuple[Patch, ...]
     killer: str
+    raises: str = field(default="", kw_only=True)
 
     @contextmanager
     def planted(self) -> Iterator[None]:

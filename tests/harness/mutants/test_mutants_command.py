@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.cli import main
-from harness.mutants.family import Family, Fate, Killer, find_family, listed_families
+from harness.mutants.family import Family, Fate, Killer, LookBroke, find_family, listed_families, raised
 from harness.mutants.hunt import fate_of, hunt
 from harness.mutants.patches import Mutant
 
@@ -48,15 +49,25 @@ def test_the_first_who_sees_it_ends_the_hunt_and_machines_come_last() -> None:
     assert not everybody.only_machines
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(0), AssertionError()], ids=lambda error: type(error).__name__)
-def test_code_that_raises_or_exits_under_a_bug_has_shown_it_and_without_one_is_no_sound_code(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(0), AssertionError(), LookBroke("NumericsError: NaN")], ids=repr)
+def test_a_killer_that_breaks_sees_nothing_unless_the_bug_says_that_this_is_its_sign(error: BaseException) -> None:
     def look() -> str | None:
         raise error
 
-    family = Family("toy", {"one": _mutant("one")}, lambda mutant: [Killer("check.a", look)])
-    for mutant, verdict in ((_mutant("one"), "pass"), (None, "regression")):
+    family = Family("toy", {"one": _mutant("one")}, lambda mutant: [Killer("check.a", look), _killer("check.b", None)])
+    for mutant in (_mutant("one"), replace(_mutant("one"), raises="ValueError"), None):
         fate = fate_of(family, mutant)
-        assert fate.killed_by["check.a"].startswith(f"raised {type(error).__name__}") and fate.verdict.value == verdict
+        assert not fate.killed_by and fate.verdict.value == "regression" and list(fate.survived) == ["check.b"]
+        assert fate.broken == {"check.a": str(error) if isinstance(error, LookBroke) else raised(error)}
+    fate = fate_of(family, replace(_mutant("one"), raises=fate.broken["check.a"].partition(":")[0]))
+    assert list(fate.killed_by) == ["check.a"] and fate.verdict.value == "pass" and not fate.broken
+
+
+def test_who_could_not_look_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = Killer("check.a", lambda: str(1 // 0))
+    monkeypatch.setattr("harness.mutants.family.find_family", lambda name, table: _family(broken, _killer("check.b", "b")))
+    assert main(["mutants", "lifecycle", "--jobs", "1"]) == 0
+    assert "one: check.a could not look: ZeroDivisionError: integer" in capsys.readouterr().out
 
 
 BAD_FAMILIES = {

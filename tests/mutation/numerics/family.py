@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.checks import ours
 from harness.checks.catalogue.registry import CheckContext, find_checks
-from harness.mutants.family import Family, Killer
+from harness.mutants.family import Family, Killer, LookBroke
 from harness.mutants.patches import Mutant
 from harness.reporting.verdict import Outcome
 from tests.mutation.numerics.codes import QUANTIZER_MUTANTS
@@ -99,6 +99,8 @@ def _look(name: str, kind: str, subjects: Sequence[Any], context: CheckContext) 
     for subject in subjects:
         record = check.run(subject, context)
         if record.outcome is Outcome.FAIL:
+            if "the check could not be completed: " in record.summary:
+                raise LookBroke(record.summary.partition("completed: ")[2])
             return f"{subject.name}: {record.summary}"
     return None
 

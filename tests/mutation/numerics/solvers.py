@@ -36,7 +36,7 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
     bug("nan_inputs_pass", "hessian", "inputs with NaN are accumulated without an error", "solver.refuses_nonfinite",
         Edit(_HESSIAN + "matrix", "check_mean_squares(H_CC.diagonal(), name)", "H_CC.nan_to_num_(nan=0.0, posinf=1.0, neginf=-1.0)")),
     bug("no_dampening", "dampening", "nothing is added to the diagonal", "solver.parts_agree",
-        Edit(_GPTQ + "_damped", "damp_frac * diagonal.mean()", "0.0")),
+        Edit(_GPTQ + "_damped", "damp_frac * diagonal.mean()", "0.0"), raises="NumericsError"),
     bug("dampening_by_the_sum", "dampening", "a share of the trace is added in place of the mean, but where columns are dead",
         "solver.last_column",
         Edit(_GPTQ + "_damped", "diagonal.mean()", "(diagonal.mean() if num_dead else diagonal.sum())")),
