@@ -88,9 +88,12 @@ def look(model: nn.Module, layers: Sequence[str], ids: Tensor) -> list[Seen]:
     return [found[name] for name in layers]
 
 
+def _sum(seen: Sequence[Seen], order: float = 2.0) -> Tensor:
+    return torch.stack([(one.weights * one.norms[order]).sum((0, 1)) for one in seen]).sum(0)
+
+
 def _mean(seen: Sequence[Seen], order: float = 2.0) -> Tensor:
-    total = sum((one.weights * one.norms[order]).sum((0, 1)) for one in seen)
-    return torch.as_tensor(total / sum(one.hits.sum((0, 1)) for one in seen).clamp(min=1))  # type: ignore[union-attr]
+    return _sum(seen, order) / torch.stack([one.hits.sum((0, 1)) for one in seen]).sum(0).clamp(min=1)
 
 
 def _mean_of_means(parts: Sequence[Seen]) -> Tensor:
@@ -113,7 +116,7 @@ READINGS: Mapping[str, Callable[[Sequence[Seen]], Tensor]] = {
     "the last batch": lambda seen: _mean(seen[-1:]),
     "1-norms": lambda seen: _mean(seen, 1.0),
     "largest values": lambda seen: _mean(seen, torch.inf),
-    "sums": lambda seen: torch.stack([(one.weights * one.norms[2.0]).sum((0, 1)) for one in seen]).sum(0),
+    "sums": _sum,
     "router weights alone": lambda seen: _mean([Seen(one.weights, one.hits, {2.0: one.hits}) for one in seen]),
     "outputs alone": lambda seen: _mean([Seen(one.hits, one.hits, one.norms) for one in seen]),
 }
