@@ -59,7 +59,7 @@ def _look(claim: Claim, candidate: Candidate, python: Path | None) -> CheckRecor
     except ValueError as error:
         return claim.record(Outcome.INCONCLUSIVE, f"its answer cannot be read: {error}")
     if not answers or done.returncode < 0:
-        return claim.record(Outcome.INCONCLUSIVE, f"could not be tried: {_end(done)}")
+        return claim.record(Outcome.INCONCLUSIVE, f"could not be tried: {_end(done)}", findings=_lines(done))
     versions = answers[0]
     told = f"transformers {versions['transformers']}, compressed-tensors {versions['compressed-tensors']}"
     if len(answers) < 2:

@@ -64,6 +64,7 @@ def test_an_answer_decides_and_none_is_no_pass(
         python = python_that_prints(tmp_path, "\n".join([*(elsewhere.MARK + json.dumps(one) for one in told), "KeyError: scheme"]))
         record = looked(candidate, ReleasePolicy(environments={name: python}))[f"environment.{name}"]
         assert record.outcome is outcome and words in record.summary, name
+        assert len(answers[name][0]) == 2 or record.findings[-1] == "KeyError: scheme", name
     python = python_that_prints(tmp_path, "\n".join(elsewhere.MARK + json.dumps(one) for one in (versions, logits)))
     nothing = Candidate(made.base, tmp_path, ReleasePolicy(environments={"own": python}), [IDS, IDS], torch.device("cpu"), 0)
     record = next(record for record in check_environments(nothing) if record.name == "environment.own")
