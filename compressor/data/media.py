@@ -51,6 +51,11 @@ class Media:
         dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
         return Media(find, input_columns(model) | {"input_ids", "attention_mask"}, next(dtypes, torch.float32), text_column)
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether the forward takes what a processor makes of media."""
+        return bool(self.takes & _MADE)
+
     def processor_of(self, rows: Any) -> Any:
         """Find the processor that a dataset needs.
 
@@ -65,7 +70,7 @@ class Media:
         """
         columns = _columns(rows)
         found = sorted(columns & COLUMNS.keys())
-        if not found or "input_ids" in columns or columns & _MADE or not self.takes & _MADE:
+        if not found or "input_ids" in columns or columns & _MADE or not self.is_taken:
             return None
         processor = self.find()
         if processor is None:

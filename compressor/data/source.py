@@ -74,7 +74,8 @@ def open_source(
     functions = _functions(settings, preset.row_function(words or tokenizer) if preset is not None and is_ours else None)
     opened = source if preset is None else _loaded(preset.repo, settings, str(source))
     if preset is None and isinstance(source, str | Path):
-        opened = _opened(source, settings, needs_rows=bool(functions) or settings.data_collator is not None)
+        sees_rows = settings.data_collator is not None or (media is not None and media.is_taken)
+        opened = _opened(source, settings, needs_rows=bool(functions) or sees_rows)
     if opened is source and not (isinstance(source, str | Path) and not is_there(Path(source))):
         _refuse(settings, "this data is not loaded by datasets.load_dataset", _LOADING)
     rows = _chosen_split(opened, settings.split)

@@ -158,6 +158,15 @@ def test_rows_with_media_reach_every_layer_of_the_tower(name: str, tmp_path: Pat
     assert (tmp_path / "out" / "processor_config.json").read_bytes() == (tmp_path / "m" / "processor_config.json").read_bytes()
 
 
+def test_a_file_of_rows_is_read_with_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    model, processor = made("llava")
+    datasets.Dataset.from_list(ROWS["llava"]()).to_parquet(tmp_path / "rows.parquet")
+    by_file = ranges(oneshot(model, processor=processor, dataset=str(tmp_path / "rows.parquet"), recipe=static()))
+    by_rows = ranges(oneshot(made("llava")[0], processor=processor, dataset=ROWS["llava"](), recipe=static()))
+    assert by_file.keys() == by_rows.keys() and all(torch.equal(value, by_rows[part]) for part, value in by_file.items())
+
+
 def collate_one(rows: list[Any]) -> dict[str, torch.Tensor]:
     """As published scripts have it, for rows that a processor has gone over."""
     assert len(rows) == 1
