@@ -5,10 +5,11 @@ Public names are imported on first use, so that `import compressor` and the comm
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-from compressor.lazy_names import lazy_names
-from compressor.settings.llmcompressor import NAMES
+from compressor.lazy_names import OtherHomes, lazy_names
+from compressor.settings.llmcompressor import MODULES, NAMES
 
 _PUBLIC = {
     "oneshot": "compressor.entrypoints.oneshot",
@@ -53,13 +54,14 @@ __all__ = sorted(_PUBLIC)
 __version__ = "0.1.0"
 
 
-_look_up, _names = lazy_names(__name__, _PUBLIC)
+look_up, _names = lazy_names(__name__, _PUBLIC)
+sys.meta_path.append(OtherHomes(MODULES, look_up))
 
 
 def __getattr__(name: str) -> Any:
     if name in NAMES:
         raise ImportError(f"compressor: {name} of llm-compressor has no place here; {NAMES[name]}")
-    return _look_up(name)
+    return look_up(name)
 
 
 def __dir__() -> list[str]:

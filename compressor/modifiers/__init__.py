@@ -7,3 +7,9 @@ own_forwards.py  data shown before any stage           fallbacks.py     modules 
 pruning/         zeros                                 transforms/      what leaves the model's function as it is
 schemes/         what all that quantize share          tuning/          what all that train on calibration data share
 """
+
+from __future__ import annotations
+
+from compressor import look_up
+
+__getattr__ = look_up  # where llm-compressor has them

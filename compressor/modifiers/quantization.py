@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from pydantic import PrivateAttr
 
+from compressor import look_up
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
 from compressor.lifecycle.interface import AcrossRanks
@@ -14,6 +15,8 @@ from compressor.modifiers.qat import TrainingModifier
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
 from compressor.numerics import QuantizationArgs, weight_qparams
+
+__getattr__ = look_up  # llm-compressor has GPTQModifier here
 
 
 class QuantizationModifier(TrainingModifier):

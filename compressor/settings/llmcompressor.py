@@ -18,6 +18,23 @@ _PIPELINES = {"datafree": "data_free", "independent": None}
 _BUILDERS = ("csv", "json", "custom", "text", "parquet")
 """Names that say of what kind `dataset_path` is, which its ending says here."""
 
+MODULES = frozenset(
+    f"compressor.modifiers.{name}"
+    for name in (
+        "awq",
+        "logarithmic_equalization",
+        "obcq",
+        "pruning.constant",
+        "smoothquant",
+        "transform",
+        "transform.awq",
+        "transform.quip",
+        "transform.smoothquant",
+        "transform.spinquant",
+    )
+)
+"""Modules that hold modifiers there and do not exist here; `compressor.modifiers` and what it has of the same name give all of them."""
+
 
 @dataclass(frozen=True)
 class Keyword:

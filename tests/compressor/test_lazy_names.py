@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
+import compressor
 from compressor.lazy_names import lazy_names
 
 
@@ -13,3 +16,32 @@ def test_a_name_is_imported_from_its_home_and_others_are_no_attributes() -> None
     assert names() == ["Path", "dumps"]
     with pytest.raises(AttributeError, match=r"module 'some\.package' has no attribute 'loads'"):
         look_up("loads")
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("modifiers", "AWQModifier"),
+        ("modifiers.quantization", "GPTQModifier"),
+        ("modifiers.gptq", "GPTQModifier"),
+        ("modifiers.pruning", "WandaPruningModifier"),
+        ("modifiers.pruning.constant", "ConstantPruningModifier"),
+        ("modifiers.pruning.sparsegpt", "SparseGPTModifier"),
+        ("modifiers.obcq", "SparseGPTModifier"),
+        ("modifiers.awq", "AWQModifier"),
+        ("modifiers.smoothquant", "SmoothQuantModifier"),
+        ("modifiers.transform.smoothquant", "SmoothQuantModifier"),
+        ("modifiers.transform", "QuIPModifier"),
+        ("modifiers.autoround", "AutoRoundModifier"),
+        ("modifiers.logarithmic_equalization", "LogarithmicEqualizationModifier"),
+    ],
+)
+def test_modifiers_are_found_where_llmcompressor_has_them(module: str, name: str) -> None:
+    assert getattr(importlib.import_module(f"compressor.{module}"), name) is getattr(compressor, name)
+
+
+def test_what_is_nowhere_is_no_module_and_no_name() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'compressor\.modifiers\.awg'"):
+        importlib.import_module("compressor.modifiers.awg")
+    with pytest.raises(AttributeError, match="AWGModifier"):
+        importlib.import_module("compressor.modifiers.awq").AWGModifier  # noqa: B018

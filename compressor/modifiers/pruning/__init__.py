@@ -6,3 +6,9 @@ wanda.py       small weights that meet small inputs       reap.py        experts
 expert_count.py   what of a model follows from the number of its experts
 expert_refit.py   those that stay make good for those that go
 """
+
+from __future__ import annotations
+
+from compressor import look_up
+
+__getattr__ = look_up  # where llm-compressor has them
