@@ -117,14 +117,19 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> 
     with ExitStack() as hooks, torch.no_grad(), _Looking(weights, reads):
         hooks.callback(register_module_forward_pre_hook(look).remove)
         for name, module in cut.targets.items():
-            hooks.callback(module.register_forward_pre_hook(enter(name), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            hooks.callback(module.register_forward_pre_hook(_of_it_alone(module, enter(name)), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(_of_it_alone(module, leave), always_call=True).remove)
         plain_forward(model, batch)
     reads.forget()
     if strays:
         raise TracingError(f"{strays[0]}: is called from a thread of its own, {_NO_PAUSE}")
     weights.check()
     return tuple(calls), tuple(outside)
+
+
+def _of_it_alone(module: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
+    """Let a hook sleep in copies of the module that somebody makes: they have its hooks, and no forward pauses there."""
+    return lambda called, *given: hook(called, *given) if called is module else None
 
 
 def _homes(model: nn.Module, cut: Partition) -> dict[nn.Module, tuple[str, str]]:

@@ -26,9 +26,13 @@ class Layer(nn.Module):
         super().__init__()
         self.lin = nn.Linear(WIDTH, WIDTH)
         self.peers: tuple[nn.ModuleList, ...] = ()
-        self.reads = -1
+        self.reads, self.copies = -1, False
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        if self.copies:
+            twin = copy.copy(self)
+            twin.copies = False
+            x = x + twin(x)
         x = torch.relu(self.lin(x)) + x
         if self.reads >= 0:
             x = functional.linear(x, self.peers[0][self.reads].lin.weight)  # type: ignore[union-attr, arg-type]
@@ -232,6 +236,18 @@ def test_the_error_names_line_weight_and_target() -> None:
     told = r"^test_foreign_weights.py:[0-9]+: layers.2.lin.weight is used outside of layers.2, the sequential target that it belongs to"
     with pytest.raises(TracingError, match=told):
         check_stages(made(WAYS["a sum"][0]), "auto", write)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_shallow_copy_of_a_layer_is_not_the_layer_and_has_its_weights(engine: Engine) -> None:
+    for kept in (False, True):
+        model: Any = made(with_early(lambda model, x: (model.twins or [copy.copy(model.layers[2])])[0](x)))
+        model.twins = [copy.copy(model.layers[2])] if kept else []
+        with pytest.raises(TracingError, match=r"layers.2.lin.weight is used outside of layers.2, .* before layers.2 is compressed"):
+            check_stages(model, engine, write)
+    inside: Any = made(Model.through)
+    inside.layers[1].copies = True
+    check_stages(inside, engine, swap_inside)
 
 
 class Tied(Model):
