@@ -35,6 +35,22 @@ def slots_of(value: object) -> dict[str, MemberDescriptorType]:
     }
 
 
+def attributes_of(value: object) -> dict[str, Any] | None:
+    """Give the attributes that an object holds beside its slots; no code of its class has a say there.
+
+    Args:
+        value: anything.
+
+    Returns:
+        The very dict; None of an object without.
+    """
+    try:
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+    return held if type(held) is dict else None
+
+
 def content(container: Any) -> Any:
     """Copy what a container holds, one level deep.
 
@@ -52,10 +68,18 @@ def content(container: Any) -> Any:
         return memoryview(container).tobytes()
     if isinstance(container, set):
         return set.copy(container)
-    return [*container] if isinstance(container, list | deque) else _in_slots(container)
+    return [*container] if isinstance(container, list | deque) else in_slots(container)
 
 
-def _in_slots(value: object) -> dict[str, Any]:
+def in_slots(value: object) -> dict[str, Any]:
+    """Give what lies in the slots of an object.
+
+    Args:
+        value: anything.
+
+    Returns:
+        By class and name.
+    """
     held = {}
     for name, member in slots_of(value).items():
         try:
@@ -116,7 +140,7 @@ def fill(container: Any, kept: Any) -> None:
 
 
 def _fill_slots(value: object, kept: dict[str, Any]) -> None:
-    now = _in_slots(value)
+    now = in_slots(value)
     for name, member in slots_of(value).items():
         if name in kept:
             member.__set__(value, kept[name])

@@ -1,9 +1,9 @@
 """What a model is before it is run for the sake of a plan, to be put back bit for bit, and what of it a forward was seen to change.
 
 Looked at are all modules: their attributes (with `training`, hooks and the tables of parameters and buffers), the lists, dicts, sets,
-bytes that can be written to, objects (with slots, too) and attributes of functions that these hold, the attributes of the modules'
-classes, every tensor among all that, generators, and the random states of the process. Not looked at: what no module holds, iterators,
-objects of libraries in C, and whatever lies beyond 100,000 objects and 100 a module.
+bytes that can be written to, objects (with slots, too) and attributes of functions that these hold, the attributes of the classes of all
+these and what they hold, every tensor among all that, generators, and the random states of the process. Not looked at: what no module
+holds, classes of torch, numpy and Python, iterators, objects of libraries in C, and whatever lies beyond 100,000 objects and 100 a module.
 
 The bytes of a small model are copied. Of a larger one a tensor is copied when torch is about to write to it for the first time; a
 checksum tells at the end of what was written past torch, which is then an error.
@@ -12,6 +12,7 @@ checksum tells at the end of what was written past torch, which is then an error
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from compressor.errors import TracingError
 from compressor.numerics.checksum import checksum
 from compressor.pages import let_go
 from compressor.random_state import GENERATORS, generator_state, same_state, set_generator_state
-from compressor.tracing.containers import CONTAINERS, RAW, content, fill, holds, slots_of
+from compressor.tracing.containers import CONTAINERS, RAW, attributes_of, content, fill, holds, slots_of
 from compressor.tracing.targets.sample_state import TorchState
 
 # Writes to the tensors of a model, seen before they happen, for models of which no copy is kept: what is about to change is copied.
@@ -84,6 +85,7 @@ _LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch
 _SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
 _OPAQUE = (*_SCRIPTED, logging.Logger, MethodType, BuiltinFunctionType, ModuleType, ReferenceType)
 _WITHOUT_ATTRIBUTES = ("builtins", "collections")  # modules of containers that are nothing else
+_OF_NO_MODEL = frozenset(("torch", "numpy", *sys.stdlib_module_names))
 _OF_ALL_MODULES = vars(torch.nn.modules.module)
 _GLOBAL_HOOKS = tuple(_OF_ALL_MODULES[name] for name in _OF_ALL_MODULES if name.startswith("_global_") and name.endswith("_hooks"))
 
@@ -341,20 +343,20 @@ class _Walk:
             if slots_of(value):
                 self.containers[id(value)] = value
                 self._queue.extend(content(value).values())
-        if isinstance(value, nn.Module):
-            self._visit_classes(type(value))
 
     def _visit_attributes(self, value: Any) -> None:
         is_bare = isinstance(value, (*CONTAINERS, tuple, frozenset)) and type(value).__module__ in _WITHOUT_ATTRIBUTES
-        if not is_bare and type(getattr(value, "__dict__", None)) is dict:
-            self._queue.append(value.__dict__)
+        if not is_bare:
+            self._queue.append(attributes_of(value))
+            self._visit_classes(type(value))
 
     def _visit_classes(self, kind: type) -> None:
         for cls in kind.__mro__:
-            if id(cls) not in self._seen and is_of_model(cls):
+            if id(cls) not in self._seen:
                 self._seen.add(id(cls))
-                self.containers[id(cls)] = cls
-                self._queue.extend(value for value in vars(cls).values() if isinstance(value, CONTAINERS))
+                if is_of_model(cls):
+                    self.containers[id(cls)] = cls
+                    self._queue.extend(vars(cls).values())
 
 
 def all_that_may_change(model: nn.Module, watched: Collection[str]) -> Stirred:
@@ -376,15 +378,15 @@ def all_that_may_change(model: nn.Module, watched: Collection[str]) -> Stirred:
 
 
 def is_of_model(cls: type) -> bool:
-    """Say whether a class belongs to a model, and not to torch or Python.
+    """Say whether a class belongs to a model, and not to torch, numpy or Python.
 
     Args:
-        cls: of a module, or above that.
+        cls: of a module or of what it holds, or above that.
 
     Returns:
         True if so.
     """
-    return cls.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "abc")
+    return str(cls.__module__).partition(".")[0] not in _OF_NO_MODEL
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

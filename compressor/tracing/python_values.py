@@ -1,28 +1,29 @@
 """What planning has taken from Python: attributes, configurations and modes as they were, for what has changed when a run begins.
 
 A recorded graph holds what the code between targets read there (`self.scale`, `config.flag`, `self.training`), and was proved with that.
-Looked at are modules but for those inside a target, which run as they are, the objects and containers that they hold, attributes of their
-classes, and the modes of torch. Tensors are read anew in each run.
+Looked at are modules but for those inside a target, which run as they are, the objects and containers that they hold, attributes of the
+classes of all these and what they hold, and the modes of torch. Tensors are read anew in each run.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 from collections import deque
 from collections.abc import Collection, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compressor.tracing.containers import RAW, content
+from compressor.tracing.containers import RAW, attributes_of, content, in_slots
 from compressor.tracing.footprint import is_of_model
 from compressor.tracing.graph.nested_values import SETTINGS, Modes
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, np.generic)
-_CODE = (FunctionType, BuiltinFunctionType, MethodType)
+_ITSELF = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, logging.Logger)  # which one it is counts, not what lies in it
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 5
 _MAX_VALUES = 200_000
@@ -59,17 +60,20 @@ class PythonValues:
         for key, value in vars(module).items():
             if key not in _OF_EVERY_MODULE:
                 self._take(f"{name}.{key}".lstrip("."), value)
-        for cls in type(module).__mro__:
+        self._look_at_classes(type(module))
+
+    def _look_at_classes(self, kind: type, depth: int = 0) -> None:
+        for cls in kind.__mro__:
             if is_of_model(cls) and id(cls) not in self._seen:
                 self._seen.add(id(cls))
                 for key, value in vars(cls).items():
-                    if isinstance(value, (*_PLAIN, list, dict, set, tuple)) and not key.startswith("__"):
-                        self._take(f"{cls.__qualname__}.{key}", value)
+                    if not key.startswith("__"):
+                        self._take(f"{cls.__qualname__}.{key}", value, depth)
 
     def _take(self, path: str, value: Any, depth: int = 0) -> None:
         if len(self._values) >= _MAX_VALUES or depth == _MAX_DEPTH or isinstance(value, Tensor | nn.Module):
             return
-        if isinstance(value, (*_PLAIN, *_CODE)):
+        if isinstance(value, (*_PLAIN, *_ITSELF)):
             self._values[path] = value
         elif isinstance(value, RAW):
             self._values[path] = content(value)
@@ -80,6 +84,7 @@ class PythonValues:
             self._held.append(value)
             for key, part in _parts(value):
                 self._take(f"{path}{key}", part, depth + 1)
+            self._look_at_classes(type(value), depth + 1)
 
     def change(self, now: PythonValues) -> str:
         """Say what is another value now.
@@ -108,9 +113,8 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, set | frozenset):
         yield "", tuple(sorted(repr(one) for one in value if isinstance(one, _PLAIN)))
     elif not type(value).__module__.startswith("torch"):
-        slots = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ()) if hasattr(value, name)]
-        yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
-        yield from ((f".{key}", getattr(value, key)) for key in slots)
+        yield from ((f".{key}", part) for key, part in (attributes_of(value) or {}).items())
+        yield from ((f".{key.rpartition('.')[2]}", part) for key, part in in_slots(value).items())
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -32,10 +32,18 @@ class Mode(enum.Enum):
     OTHER = 2
 
 
+class Helper:
+    shared = 1.0
+
+
 class Model(nn.Module):
     """What stands between its layers reads all kinds of things."""
 
     shared = 1.0
+    common = types.SimpleNamespace(scale=1.0)
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * self.common.scale * self.helper.shared
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +51,14 @@ class Model(nn.Module):
         self.scale, self.several, self.impl, self.mode = 1.0, [1.0], "sin", Mode.PLAIN
         self.config = types.SimpleNamespace(flag=False, nested={"scale": 1.0})
         self.function: Callable[[float], float] = math.exp
-        self.switch = nn.Dropout(0.25)
+        self.switch, self.helper = nn.Dropout(0.25), Helper()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x) * self.scale * self.several[-1] * self.shared * self.config.nested["scale"] * self.function(0.5)
             x = getattr(torch, self.impl)(x) if not self.config.flag else -x
             x = x + (layer.kind == "full") + (self.mode is Mode.PLAIN) + 2 * self.switch.training + 3 * hasattr(self, "late")
-            x = x + (torch.get_default_dtype() == torch.float64)
+            x = self.between(x) + (torch.get_default_dtype() == torch.float64)
         return x
 
 
@@ -72,6 +80,9 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "an attribute of a layer": (lambda model: setattr(model.layers[1], "kind", "sliding"), "layers.1.kind was 'full' and is 'sliding'"),
     "a new attribute": (lambda model: setattr(model, "late", 1), "late is 1 and was not there"),
     "a class": (lambda model: setattr(type(model), "shared", 2.0), "Model.shared was 1.0 and is 2.0"),
+    "an object of a class": (lambda model: setattr(model.common, "scale", 2.0), "Model.common.scale was 1.0 and is 2.0"),
+    "a method of a class": (lambda model: setattr(type(model), "between", torch.neg), "Model.between was <function"),
+    "the class of an object": (lambda model: setattr(Helper, "shared", 2.0), "Helper.shared was 1.0 and is 2.0"),
     "a setting of torch": (
         lambda model: torch.set_default_dtype(torch.float64),
         "torch get_default_dtype was torch.float32 and is torch.float64",
@@ -94,7 +105,8 @@ def outputs(plan: Plan) -> list[Tensor]:
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_is_that_of_the_model_as_it_is_when_the_run_begins(change: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Model, "shared", 1.0)
+    for owner, name in ((Model, "shared"), (Model, "between"), (Model.common, "scale"), (Helper, "shared")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     torch.manual_seed(0)
     model = Model().eval()
     plan = trace(model, batches(), ["Layer"], engine=engine)

@@ -6,6 +6,7 @@ import array
 import contextlib
 import dataclasses
 import functools
+import queue
 import random
 import types
 from collections.abc import Callable, Iterator
@@ -407,6 +408,10 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any]
     "partial": (lambda: functools.partial(print), lambda one: vars(one).update(n=1), lambda one: dict(vars(one))),
     "list with attributes": (NamedList, Attributes.count, Attributes.state),
     "tuple with attributes": (NamedTuple, Attributes.count, Attributes.state),
+    "queue": (queue.Queue, lambda held: held.put(1), lambda held: (list(held.queue), held.unfinished_tasks)),
+    "tensor": (lambda: torch.zeros(2), write_first, Tensor.tolist),
+    "numpy array": (lambda: np.zeros(2), write_first, np.ndarray.tolist),
+    "generator": (lambda: random.Random(0), random.Random.random, random.Random.getstate),
     "slots in a list": (lambda: [Slots()], lambda held: held[0].count(), lambda held: held[0].state()),
     "function in slots": (lambda: Wrapping(named_function()), lambda held: add_attribute(held.n), lambda held: repr(vars(held.n))),
 }
@@ -432,6 +437,37 @@ def test_whatever_a_module_holds_is_put_back(kind: str, place: int) -> None:
         assert look_at(model.held) == before, engine
         change(model.held)
         assert look_at(model.held) != before
+
+
+class OnClass(Model):
+    """Its class holds things, and so does the class of something that it holds."""
+
+
+def change_class(model: Any, x: Tensor) -> None:
+    for kind, (_, change, _) in HELD.items():
+        change(vars(OnClass)[kind])
+    Attributes.seen.append(1)  # type: ignore[attr-defined]
+
+
+def test_what_classes_of_modules_and_of_objects_hold_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, (make, _, _) in HELD.items():
+        monkeypatch.setattr(OnClass, kind, make(), raising=False)
+    monkeypatch.setattr(Attributes, "seen", [], raising=False)
+
+    def looks() -> list[Any]:
+        return [look_at(vars(OnClass)[kind]) for kind, (_, _, look_at) in HELD.items()]
+
+    for engine in ENGINES[:2]:
+        model: Any = OnClass(change_class, 2).eval()
+        model.one = Attributes()
+        before = looks()
+        with contextlib.suppress(TracingError):
+            plan = trace(model, batches()[:2], engine=engine)
+            assert looks() == before and Attributes.seen == [], engine  # type: ignore[attr-defined]
+            ran(plan)
+        assert looks() == before and Attributes.seen == [], engine  # type: ignore[attr-defined]
+    change_class(model, torch.ones(1))
+    assert all(now != then for now, then in zip(looks(), before, strict=True))
 
 
 @pytest.mark.nightly
