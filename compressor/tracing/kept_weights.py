@@ -67,8 +67,10 @@ def check_model(model: nn.Module) -> None:
         model: not modified.
 
     Raises:
-        TracingError: it is compiled, or has weights without values.
+        TracingError: it is compiled, is TorchScript, or has weights without values.
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TracingError("the model: is TorchScript, where nothing can be followed; give the model as it was before torch.jit")
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise TracingError(

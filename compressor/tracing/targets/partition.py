@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from compressor.errors import TargetError
@@ -62,7 +63,7 @@ def infer_targets(model: nn.Module) -> Partition:
         # Outermost lists come first in `named_modules`; what they hold (experts, branches) is no stack of its own.
         if not found.keys().isdisjoint(outward(name)) or not _is_stack(module):
             continue
-        layers = {f"{name}.{child}" if name else child: layer for child, layer in module.named_children()}
+        layers = {f"{name}.{child}" if name else child: layer for child, layer in module.named_children() if not _is_scripted(layer)}
         found |= layers
         classes = Counter(type(layer).__name__ for layer in layers.values())
         lines.append(f"{name or 'the model'} repeats " + " and ".join(f"{kind} {num}x" for kind, num in classes.items()))
@@ -82,12 +83,14 @@ def partition(model: nn.Module, patterns: Sequence[str] | None) -> Partition:
         Targets of which none lies inside another.
 
     Raises:
-        TargetError: a pattern matches nothing, or a target lies inside another.
+        TargetError: a pattern matches nothing or TorchScript, or a target lies inside another.
     """
     if patterns is None:
         return infer_targets(model)
     targets = resolve_targets(model, patterns)
-    for name in targets:
+    for name, module in targets.items():
+        if _is_scripted(module):
+            raise TargetError(f"sequential_targets: {name or 'the model'} is TorchScript, where no hook looks inside; name other modules")
         outer = next((other for other in outward(name) if other != name and other in targets), None)
         if outer is not None:
             raise TargetError(f"sequential_targets: {name} lies inside {outer}, and both are targets; name only one of the two levels")
@@ -98,10 +101,15 @@ def _is_stack(module: nn.Module) -> bool:
     """True for a list that repeats a class of composite layers."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
-    children = list(module.children())
+    children = [child for child in module.children() if not _is_scripted(child)]
     kinds = Counter(type(child) for child in children)
     # One class twice is a repetition; lists of branches that are all different are not.
     return len(kinds) < len(children) and all(_is_layer(child) for child in children)
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """True for TorchScript: no hook looks inside, and most of it takes none."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
 def _is_layer(module: nn.Module) -> bool:

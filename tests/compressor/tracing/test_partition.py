@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from compressor.errors import TargetError
@@ -78,7 +79,6 @@ def test_a_model_without_repeated_layers_is_one_target(model: nn.Module) -> None
     ],
 )
 def test_layers_of_known_architectures_are_found(kind: str, expected: list[str]) -> None:
-    import torch
     import transformers
 
     model_class = getattr(transformers, kind)
@@ -100,6 +100,14 @@ def test_named_targets_are_taken_at_their_word() -> None:
         partition(model, ["Layr"])
     with pytest.raises(TargetError, match=r"layers.0.linear lies inside layers.0"):
         partition(model, ["Layer", "Linear"])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_torchscript_among_the_layers_is_none_of_them() -> None:
+    model = model_of(layers=[Layer(), torch.jit.script(nn.Sequential(nn.Linear(2, 2))), torch.jit.script(nn.GELU()), Layer()])
+    assert list(infer_targets(model).targets) == ["layers.0", "layers.3"]
+    with pytest.raises(TargetError, match=r"^sequential_targets: layers.1 is TorchScript, where no hook looks inside; name other modules$"):
+        partition(model, ["re:layers[.][0-9]$"])
 
 
 def test_names_inside_a_target_are_dotted_from_the_root() -> None:

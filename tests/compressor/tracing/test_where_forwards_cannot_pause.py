@@ -42,6 +42,8 @@ class Model(nn.Module):
         self.several = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.script = torch.jit.script(nn.Sequential(nn.LayerNorm(WIDTH), nn.Tanh()))
         self.way = way
+        if way is among_layers:
+            self.layers.insert(1, self.script)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.way(self, x)
@@ -80,11 +82,15 @@ def threaded(model: Model, x: Tensor) -> Tensor:
         return sum(pool.map(lambda layer: layer(x), model.layers), torch.zeros(()))
 
 
+def among_layers(model: Model, x: Tensor) -> Tensor:
+    return in_turn(model, x)
+
+
 @pytest.mark.parametrize("engine", ["auto", "graph", "suspend"])
-@pytest.mark.parametrize("way", [ensemble, scripted], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("way", [ensemble, scripted, among_layers], ids=lambda way: way.__name__)
 def test_glue_gives_what_it_gives_alone(way: Any, engine: Any) -> None:
     model = Model(way).eval()
-    with trace(model, BATCHES, ["Layer"], engine=engine).run(BATCHES, keep_outputs=True) as run:
+    with trace(model, BATCHES, None if way is among_layers else ["Layer"], engine=engine).run(BATCHES, keep_outputs=True) as run:
         for stage in run:
             stage.propagate()
     for batch, output in zip(BATCHES, run.outputs, strict=True):
@@ -105,6 +111,12 @@ def test_glue_gives_what_it_gives_alone(way: Any, engine: Any) -> None:
 def test_targets_are_refused(way: Any, engine: Any, words: str) -> None:
     with pytest.raises(TracingError, match=words):
         trace(Model(way).eval(), BATCHES, ["Layer"], engine=engine)
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "suspend"])
+def test_a_model_in_torchscript_is_refused(engine: Any) -> None:
+    with pytest.raises(TracingError, match=r"^the model: is TorchScript, where nothing can be followed; give the model as it was before"):
+        trace(torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH))), BATCHES, engine=engine)
 
 
 def test_statistics_of_a_mapped_layer_are_refused() -> None:
