@@ -5,7 +5,7 @@
 
 The offset decides which of its two neighbours a weight goes to, the range how wide the grid is; `step` is the distance of the neighbours, 1
 for integers. Gradients go straight through the rounding, that of scales included; where a code is cut off, none goes to the offset. A step
-of learning is the sign of the gradient times the rate, which falls to zero along a line.
+of learning is the sign of the gradient times the rate, which falls to zero along a line. A weight that is zero stays zero.
 
 Source: Cheng et al. 2023, Optimize Weight Rounding via Signed Gradient Descent, arXiv:2309.05516; differs in the scale, which is rounded as
 it is stored in every forward, and in that the best step is found on fixed sequences.
@@ -81,6 +81,8 @@ class LearnedRounding:
             low_RG, high_RG = self._range_gradients(gradient_RGS, codes_RGS, inside_RGS, qparams)
             self._low_RG.sub_(range_rate * low_RG.sign()).clamp_(_NARROWEST, 1.0)
             self._high_RG.sub_(range_rate * high_RG.sign()).clamp_(_NARROWEST, 1.0)
+        # A zero lies on the grid, and there is nowhere better to go: halves round to even, so that an odd zero point would let go of it.
+        inside_RGS &= self._weight_RGS != 0
         self._offset_RGS.sub_(rate * gradient_RGS.sign().mul_(inside_RGS)).clamp_(-0.5, 0.5)
 
     def state(self) -> tuple[Tensor, ...]:

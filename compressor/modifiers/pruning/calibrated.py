@@ -215,8 +215,8 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         total = sum(self._zeros[name] * sizes[name] for name in sizes)
         if lost >= 1:
             state.report.notes.append(
-                f"{self.label}: {1 - lost / total:.1%} of the weights that were pruned are zero at the end; what came after it changed the "
-                "others: keep them with preserve_sparsity_mask"
+                f"{self.label}: at least {lost:,.0f} of the {total:,.0f} weights that were pruned are not zero at the end; what came after "
+                "it changed them: GPTQModifier keeps them with preserve_sparsity_mask, AutoRoundModifier and rounding in any case"
             )
         return done
 

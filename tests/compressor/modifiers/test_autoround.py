@@ -127,6 +127,17 @@ def test_an_offset_goes_to_either_neighbour_and_no_further(name: str) -> None:
     assert all(bool(((one == up) | (one == down)).all()) for one in (nearest, between))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_was_pruned_stays_zero(name: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(8, 32, generator=generator)
+    gone = torch.rand(8, 32, generator=generator) < 0.5
+    rounding = begun(weight.masked_fill(gone, 0), QuantizationArgs(**FORMATS[name]))
+    for _ in range(20):
+        rounding.step(torch.randn(8, 32, generator=generator), 0.2, 0.05)
+        assert not rounding.values()[gone].any()
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_ranges_follow_the_slope_of_the_loss_where_nothing_is_rounded_away(symmetric: bool) -> None:
     """With 8 bits the sum over roundings is smooth enough for differences to tell the sign of each slope."""
