@@ -147,3 +147,16 @@ def vocabulary_of(model: torch.nn.Module) -> int:
     """Return how many tokens a model predicts."""
     config: Any = model.config
     return int(config.get_text_config().vocab_size)
+
+
+def rounding_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules that round what they are given or give.
+
+    Args:
+        model: as transformers loads a checkpoint.
+
+    Returns:
+        Name to module.
+    """
+    schemes = {name: getattr(module, "quantization_scheme", None) for name, module in model.named_modules()}
+    return {name: model.get_submodule(name) for name, one in schemes.items() if one and (one.input_activations or one.output_activations)}

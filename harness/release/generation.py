@@ -1,12 +1,13 @@
 """What the checkpoint writes: finite, the same each time, no loop, no special token in between, and an end where the base ends.
 
-B batch, T positions, N new tokens, V vocabulary.
+T positions of a prompt, N new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from compressor.model.checkpoints.load import load_compressed as load_with_our_layers
 from compressor.model.folder import read_config
 from compressor.model.loading.load import quiet_transformers
-from harness.release.candidate import Candidate, Check, vocabulary_of
+from harness.release.candidate import Candidate, Check, rounding_modules, vocabulary_of
 from harness.release.tokenizer import has_tokenizer, read_tokenizer, special_ids
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
@@ -32,12 +33,16 @@ _LONGEST_PERIOD, _LEAST_TURNS = 8, 3
 
 def _continue(model: torch.nn.Module, candidate: Candidate, prompt: torch.Tensor, **options: Any) -> tuple[list[int], torch.Tensor]:
     """Generate after one prompt [1, T]; return the new tokens and their logits [N, V]."""
+    out = _generated(model, candidate, prompt, output_logits=True, **options)
+    return out.sequences[0, prompt.shape[1] :].tolist(), torch.cat(list(out.logits))
+
+
+def _generated(model: torch.nn.Module, candidate: Candidate, prompt: torch.Tensor, **options: Any) -> Any:
     generator: Any = model
-    asked = {"max_new_tokens": candidate.num_new, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    asked = {"max_new_tokens": candidate.num_new, "do_sample": False, "return_dict_in_generate": True}
     with quiet_transformers(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of settings for sampling that a greedy text does not use
-        out = generator.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **(asked | options))
-    return out.sequences[0, prompt.shape[1] :].tolist(), torch.cat(list(out.logits))
+        return generator.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **(asked | options))
 
 
 def _sampled(model: torch.nn.Module, candidate: Candidate, prompt: torch.Tensor) -> tuple[list[int], torch.Tensor]:
@@ -156,13 +161,56 @@ def _runtime(candidate: Candidate) -> CheckRecord:
         return RUNTIME.skipped("nothing is quantized")
     with quiet_transformers():
         ours = load_with_our_layers(candidate.compressed, device=candidate.device)
-    findings = []
-    for number, prompt in enumerate(candidate.prompts):
-        theirs, own = _text(candidate, "compressed", number), _continue(ours, candidate, prompt)[0]
-        if theirs != own:
-            place = next((i for i, (a, b) in enumerate(zip(theirs, own, strict=False)) if a != b), min(len(theirs), len(own)))
-            findings.append(f"prompt {number}: token {place} is another")
-    return RUNTIME.found(findings, f"the same tokens after {len(candidate.prompts)} prompts", noun="text")
+    limit, findings, ties = _tie(candidate), [], 0
+    for number in range(len(candidate.prompts)):
+        gaps = dict(_partings(ours, candidate, number))
+        ties += sum(gap <= limit for gap in gaps.values())
+        wide = [(place, gap) for place, gap in gaps.items() if gap > limit]
+        findings += [f"prompt {number}: token {place} is another, {gap:.1e} of the largest logit away" for place, gap in wide[:1]]
+    told = f"the same tokens after {len(candidate.prompts)} prompts" + (f", but for {ties} at a tie" if ties else "")
+    return RUNTIME.found(
+        findings, told, noun="text", limit=f"<= {limit:.1e} of the largest logit between two tokens", evidence={"ties": ties}
+    )
+
+
+def _tie(candidate: Candidate) -> float:
+    """How near two tokens are, relative to the largest logit, between which two right runtimes may choose otherwise."""
+    limits, model = candidate.policy.generation, candidate.model
+    if rounding_modules(model):
+        return limits.max_dtype_deviation  # a code that falls the other way costs more than the dtype does
+    return max(limits.max_deviation, 4 * torch.finfo(next(model.parameters()).dtype).eps)
+
+
+def _partings(ours: torch.nn.Module, candidate: Candidate, number: int) -> Iterator[tuple[int, float]]:
+    """Where our layers choose another token than transformers after a prompt and its text so far, and by how much of the largest logit.
+
+    Behind each place our layers go on from the text of transformers: a tie must not hide what comes after it.
+    """
+    prompt, text = candidate.prompts[number], _text(candidate, "compressed", number)
+    start = 0
+    while start < len(text):
+        so_far = torch.cat([prompt, prompt.new_tensor([text[:start]])], dim=1)
+        own = _generated(ours, candidate, so_far, max_new_tokens=len(text) - start, output_scores=True)
+        tokens = own.sequences[0, so_far.shape[1] :].tolist()
+        place = next((i for i, (a, b) in enumerate(zip(tokens, text[start:], strict=False)) if a != b), len(tokens))
+        start += place
+        if start == len(text):
+            return
+        if place == len(tokens):
+            yield start, math.inf  # ours ends behind the same token, and transformers goes on
+            return
+        until = torch.cat([so_far, prompt.new_tensor([text[start - place : start]])], dim=1)
+        theirs = _generated(candidate.model, candidate, until, max_new_tokens=1, output_scores=True)
+        chosen = [text[start], tokens[place]]
+        yield start, max(_gap(scores[0], chosen) for scores in (theirs.scores[0], own.scores[place]))
+        start += 1
+
+
+def _gap(scores: torch.Tensor, tokens: Sequence[int]) -> float:
+    """How far two tokens lie from each other in scores [V], relative to the largest; infinite where either cannot be chosen."""
+    finite = scores[torch.isfinite(scores)].abs()
+    one, other = scores[list(tokens)].tolist()
+    return abs(one - other) / max(finite.max().item(), 1e-30) if math.isfinite(one - other) else math.inf
 
 
 def _long(candidate: Candidate) -> CheckRecord:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from compressor.model.folder import some
-from harness.release.candidate import Candidate, Check, load_wide
+from harness.release.candidate import Candidate, Check, load_wide, rounding_modules
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.loading import load_compressed, save_again
@@ -103,18 +103,12 @@ def _check(claim: Claim, way: Way) -> Check:
     def look(candidate: Candidate) -> CheckRecord:
         own, found = (deviation(*way(model, candidate)) for model in (candidate.wide_base, candidate.wide_model))
         limit = max(candidate.policy.generation.max_deviation, 4 * own)
-        rounding = _rounding(candidate.wide_model)
+        rounding = rounding_modules(candidate.wide_model)
         if limit < found < float("inf") and limit < 1 and rounding:
             return _judged_without_rounding(claim, way, candidate, limit, {"base": own, "compressed": found})
         return _judged(claim, found, limit, {"base": own, "compressed": found})
 
     return Check(claim, look)
-
-
-def _rounding(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that round what they are given or give, by name."""
-    schemes = {name: getattr(module, "quantization_scheme", None) for name, module in model.named_modules()}
-    return {name: model.get_submodule(name) for name, one in schemes.items() if one and (one.input_activations or one.output_activations)}
 
 
 def _judged_without_rounding(claim: Claim, way: Way, candidate: Candidate, limit: float, evidence: dict[str, float]) -> CheckRecord:
@@ -125,7 +119,7 @@ def _judged_without_rounding(claim: Claim, way: Way, candidate: Candidate, limit
     model = candidate.wide_model
     with _without_rounding(model):
         found = deviation(*way(model, candidate))
-    joint = [name for name, module in _rounding(model).items() if _looks_beside(module)]
+    joint = [name for name, module in rounding_modules(model).items() if _looks_beside(module)]
     told = f"{evidence['compressed']:.1e} of the largest logit, and {found:.1e} where activations are not rounded"
     findings = [f"the two ways part by {told}"] if found > limit else []
     if joint:
@@ -137,7 +131,7 @@ def _judged_without_rounding(claim: Claim, way: Way, candidate: Candidate, limit
 @contextlib.contextmanager
 def _without_rounding(model: torch.nn.Module) -> Iterator[None]:
     """Leave activations as they are; the weights are those of the checkpoint."""
-    kept: dict[Any, Any] = {module: module.quantization_scheme for module in _rounding(model).values()}
+    kept: dict[Any, Any] = {module: module.quantization_scheme for module in rounding_modules(model).values()}
     nothing = {"input_activations": None, "output_activations": None}
     try:
         for module, scheme in kept.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -54,15 +55,40 @@ def late_ones_swapped(hidden: torch.Tensor) -> torch.Tensor:
     return torch.cat([hidden[:, :LATE], hidden[:, LATE:].flip(1)], dim=1)
 
 
-def our_head_shifted(candidate: Candidate, patch: pytest.MonkeyPatch) -> None:
+def in_our_logits(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change what our layers predict."""
     load = generation.load_with_our_layers
 
-    def shifted(folder: Path, device: torch.device) -> torch.nn.Module:
+    def changed(folder: Path, device: torch.device) -> torch.nn.Module:
         model: Any = load(folder, device=device)
-        model.get_output_embeddings().register_forward_hook(lambda module, given, output: output.roll(1, -1))
+        model.get_output_embeddings().register_forward_hook(lambda module, given, output: change(output))
         return model
 
-    patch.setattr(generation, "load_with_our_layers", shifted)
+    patch.setattr(generation, "load_with_our_layers", changed)
+
+
+def our_head_shifted(candidate: Candidate, patch: pytest.MonkeyPatch) -> None:
+    in_our_logits(patch, lambda logits: logits.roll(1, -1))
+
+
+def before(first: int, second: int, gap: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Choose the first token everywhere, and the second one but for `gap` of the largest logit."""
+    values = torch.tensor([100.0, 100 * (1 - gap)])
+    return lambda logits: logits.float().index_copy(2, torch.tensor([first, second]), values.expand(*logits.shape[:2], 2))
+
+
+def tied(gap: float) -> Plant:
+    def plant(candidate: Candidate, patch: pytest.MonkeyPatch) -> None:
+        in_logits("model", before(7, 8, gap))(candidate, patch)
+        in_our_logits(patch, before(8, 7, gap))
+
+    return plant
+
+
+def our_fault_behind_a_tie(candidate: Candidate, patch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+    in_logits("model", before(7, 8, 0.01))(candidate, patch)
+    in_our_logits(patch, lambda logits: before(8 if next(calls) < candidate.num_new else 9, 7, 0.01)(logits))
 
 
 def saved_otherwise(candidate: Candidate, patch: pytest.MonkeyPatch) -> None:
@@ -84,6 +110,8 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "one token over and over": (in_logits("model", always(7)), "generation.loops", "ends in 1 tokens over and over"),
     "special token in a text": (in_logits("model", always(TOOL)), "generation.special_tokens", f"token {TOOL}, which is special"),
     "other text from our layers": (our_head_shifted, "generation.runtime", "token 0 is another"),
+    "tokens exchanged that are no tie": (tied(0.2), "generation.runtime", "token 0 is another, 2.0e-01 of the largest logit away"),
+    "other text behind a tie": (our_fault_behind_a_tie, "generation.runtime", "token 1 is another"),
     "late positions swapped": (in_inputs("model", late_ones_swapped), "generation.long_context", "the last quarter is"),
     "the path of one token": (
         in_inputs("wide_model", lambda hidden: hidden.roll(1, 2) if hidden.shape[1] == 1 else hidden), "invariance.cache", "part by"
@@ -100,17 +128,39 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
 """Name to how it is planted, the check that must find it, and what it says."""
 
 
+def planted(made: Release, plant: Plant, patch: pytest.MonkeyPatch) -> Candidate:
+    rows = load_file(made.dataset)["input_ids"].tolist()
+    candidate = Candidate(made.base, made.compressed, POLICY, rows, torch.device("cpu"), seed=0)
+    plant(candidate, patch)
+    return candidate
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_of_a_runtime_is_found_by_the_check_that_is_there_for_it(
     name: str, made: Release, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant, check, told = FAULTS[name]
-    rows = load_file(made.dataset)["input_ids"].tolist()
-    candidate = Candidate(made.base, made.compressed, POLICY, rows, torch.device("cpu"), seed=0)
-    plant(candidate, monkeypatch)
-    record = CHECKS[check].record(candidate)
+    record = CHECKS[check].record(planted(made, plant, monkeypatch))
     assert record.outcome is Outcome.FAIL, record.summary
     assert any(told in finding for finding in record.findings), record.findings
+
+
+@pytest.mark.parametrize(
+    ("rounds", "gap", "limit", "outcome"),
+    [(True, 0.05, "1.0e-01", Outcome.PASS), (False, 0.02, "3.1e-02", Outcome.PASS), (False, 0.05, "3.1e-02", Outcome.FAIL)],
+)
+def test_two_runtimes_may_choose_otherwise_at_a_tie(
+    made: Release, monkeypatch: pytest.MonkeyPatch, rounds: bool, gap: float, limit: str, outcome: Outcome
+) -> None:
+    """The checkpoint rounds keys and values; without that, a step of bfloat16 is what two runtimes may part by."""
+    candidate = planted(made, tied(gap), monkeypatch)
+    candidate.prompts = candidate.prompts[:1]
+    if not rounds:
+        monkeypatch.setattr(generation, "rounding_modules", lambda model: {})
+    record = CHECKS["generation.runtime"].record(candidate)
+    assert record.outcome is outcome and record.limit == f"<= {limit} of the largest logit between two tokens"
+    assert record.evidence["ties"] == (16 if outcome is Outcome.PASS else 0)
+    assert ("but for 16 at a tie" if outcome is Outcome.PASS else f"token 0 is another, {gap:.1e} of the largest") in record.summary
 
 
 def test_the_chapter_lists_all_that_was_planted_beside_its_check() -> None:
