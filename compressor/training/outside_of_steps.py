@@ -9,7 +9,7 @@ import torch
 from torch.nn import UninitializedBuffer
 
 from compressor.random_state import RandomState, generator_state, set_generator_state
-from compressor.training.guards.containers import other_modules, own_generators
+from compressor.training.guards.containers import all_modules, own_generators
 from compressor.training.guards.host_reads import named_host_generators
 from compressor.training.step.digests import same_bits
 from compressor.training.step.step import TrainStep
@@ -47,7 +47,7 @@ def kept_buffers(step: TrainStep) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    modules = dict.fromkeys([*step.model.modules(), *other_modules(step).values()])
+    modules = dict.fromkeys(module for _, module in all_modules(step))
     places = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     made = (buffer for _, _, buffer in places if buffer is not None and not isinstance(buffer, UninitializedBuffer))
     buffers = list({id(buffer): buffer for buffer in made}.values())

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from compressor.training.guards.containers import TABLES, classes, containers
+from compressor.training.guards.containers import TABLES, all_modules, classes, containers
 from compressor.training.guards.optimizer_state import optimizer_classes, optimizer_containers
-from compressor.training.guards.python_state import one_look, put, variables
+from compressor.training.guards.python_state import one_look, put, reached_classes, variables
 from compressor.training.step.step import TrainStep
 
 _MISSING = object()
@@ -24,7 +24,9 @@ class PythonState:
     @one_look()
     def __init__(self, step: TrainStep) -> None:
         self._contents = [(content, _copy(content)) for content in _contents(step)]
-        self._classes = [(cls, dict(content)) for cls, content in {**classes(step), **optimizer_classes(step)}.items()]
+        self._classes = [
+            (cls, dict(content)) for cls, content in {**classes(step), **reached_classes(step), **optimizer_classes(step)}.items()
+        ]
         self._variables = [(getter, getter()) for _, getter in variables(step, with_modules=True)]
 
     def put_back(self) -> None:
@@ -42,7 +44,7 @@ class PythonState:
 
 
 def _contents(step: TrainStep) -> Iterator[Any]:
-    for module in step.model.modules():
+    for _, module in all_modules(step):
         yield module.__dict__
         yield from (module.__dict__[name] for name in TABLES)
     held = [*optimizer_containers(step), *containers(step)]

@@ -52,8 +52,8 @@ MUTANTS: Sequence[Mutant] = (
         "teachers_unseen",
         "modules beside the model are not looked at",
         "teacher_eval",
-        "guards.containers:other_modules",
-        "return found",
+        "guards.python_state:other_modules",
+        "return {name: module for module, name in _reached(step)[1].others.items()}",
         "return {}",
     ),
     _guard(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.training.guards.frozen_value import MAX_ARRAY_BYTES, Same, frozen, is_foreign
-from compressor.training.guards.python_state import once_a_look, one_look, variables
+from compressor.training.guards.python_state import once_a_look, one_look, other_modules, variables
+from compressor.training.guards.reach import BOOKS
 from compressor.training.step.step import TrainStep
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -32,8 +33,6 @@ TABLES = (
     "_parameters", "_buffers", "_modules",
     "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-# The attributes in which torch keeps its books, these tables among them.
-BOOKS = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, deque, MappingProxyType)
 _DEPTH, _MAX_CONTAINERS, _MAX_ITEMS = 4, 512, 4096
 
@@ -121,8 +120,20 @@ def guarded_tensors(step: TrainStep) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in step.tensors().items() if not name.startswith(hidden)}
 
 
+def all_modules(step: TrainStep) -> list[tuple[str, nn.Module]]:
+    """List the modules that a step runs: those of its model, and those beside it.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Name for messages, and module; each once.
+    """
+    return [*((name or "the model", module) for name, module in step.model.named_modules()), *other_modules(step).items()]
+
+
 def classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
-    """List the classes of the modules, with their attributes: a patched class is another step.
+    """List the classes of the modules, of those beside the model too, with their attributes: a patched class is another step.
 
     Args:
         step: the step; not changed.
@@ -131,26 +142,8 @@ def classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
         Class to a live view of its attributes; those of libraries are left out.
     """
     found: dict[type, Mapping[str, Any]] = {}
-    for kind in dict.fromkeys(map(type, step.model.modules())):
+    for kind in dict.fromkeys(type(module) for _, module in all_modules(step)):
         found |= {cls: vars(cls) for cls in kind.__mro__ if not is_foreign(cls.__module__)}
-    return found
-
-
-def other_modules(step: TrainStep) -> dict[str, nn.Module]:
-    """List modules that the loss function reaches beside the model, such as a teacher.
-
-    Args:
-        step: the step; not changed.
-
-    Returns:
-        Name to module, submodules included.
-    """
-    own = set(step.model.modules())
-    found: dict[str, nn.Module] = {}
-    for name, getter in variables(step, with_modules=True):
-        value = getter()
-        if isinstance(value, nn.Module) and value not in own:
-            found |= {f"{name}{'.' if inner else ''}{inner}": module for inner, module in value.named_modules()}
     return found
 
 
@@ -192,11 +185,7 @@ def named_generators(step: TrainStep) -> dict[str, torch.Generator]:
     Returns:
         A name, the same in every program that makes the same step, to the generator; each once.
     """
-    values = [
-        (f"attribute '{key}' of {name or 'the model'}", value)
-        for name, module in step.model.named_modules()
-        for key, value in module.__dict__.items()
-    ]
+    values = [(f"attribute '{key}' of {name}", value) for name, module in all_modules(step) for key, value in module.__dict__.items()]
     values += [(f"{held.name}: {number}", value) for held in containers(step) for number, value in enumerate(held.values())]
     values += [(name, getter()) for name, getter in variables(step)]
     found = {id(value): (name, value) for name, value in reversed(values) if isinstance(value, torch.Generator)}
@@ -212,7 +201,7 @@ class LooseTensors:
 
     @one_look()
     def __init__(self, step: TrainStep) -> None:
-        values: list[Any] = [value for module in step.model.modules() for value in module.__dict__.values()]
+        values: list[Any] = [value for _, module in all_modules(step) for value in module.__dict__.values()]
         values += [getter() for _, getter in variables(step)]
         values += [value for held in containers(step) for value in held.values()]
         values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
@@ -229,10 +218,10 @@ class LooseTensors:
 
 
 def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
-    for name, module in step.model.named_modules():
+    for name, module in all_modules(step):
         for key, value in module.__dict__.items():
             if key not in BOOKS and type(value) not in _PLAIN:
-                yield f"attribute '{key}' of {name or 'the model'}", value
+                yield f"attribute '{key}' of {name}", value
     for cls, content in classes(step).items():
         for key, value in content.items():
             if type(value) not in _PLAIN and not key.startswith("__"):

@@ -40,6 +40,15 @@ MAX_ARRAY_BYTES = 1 << 16  # larger ones are compared by identity: to look at th
 _MAX_ITEMS = 64
 
 
+class _Missing:
+    def __repr__(self) -> str:
+        """Spell what is not there."""
+        return "(absent)"
+
+
+MISSING = _Missing()
+
+
 class Same:
     """Equal to itself alone; holds the object, so that its identity is not given to another.
 
@@ -62,7 +71,7 @@ class Same:
 
     def __repr__(self) -> str:
         """Name what it is, without an address."""
-        return str(getattr(self._object, "__qualname__", type(self._object).__name__))
+        return repr(MISSING) if self._object is MISSING else str(getattr(self._object, "__qualname__", type(self._object).__name__))
 
 
 def frozen(value: object, depth: int = 6) -> object:

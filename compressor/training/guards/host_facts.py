@@ -20,17 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from compressor.training.guards.containers import (
-    BOOKS,
     TABLES,
+    all_modules,
     arrays,
     classes,
     containers,
     guarded_tensors,
-    other_modules,
     watches_update,
 )
-from compressor.training.guards.frozen_value import Same, frozen
-from compressor.training.guards.python_state import GLOBAL_HOOKS, HOOKS, one_look, variables
+from compressor.training.guards.frozen_value import MISSING, Same, frozen
+from compressor.training.guards.python_state import GLOBAL_HOOKS, one_look, other_modules, variables
+from compressor.training.guards.reach import BOOKS, HOOKS
 from compressor.training.step.step import HasTensors, TrainStep
 
 # The facts of the host that a captured step takes for granted, by name, so that a change can be said in words.
@@ -159,8 +159,8 @@ def _module_facts(module: nn.Module) -> dict[str, object]:
 
 def _spell(before: Any, after: Any) -> str:
     if isinstance(before, dict) and isinstance(after, dict):
-        key = next(key for key in {**before, **after} if before.get(key, _MISSING) != after.get(key, _MISSING))
-        return f"{key}={_spell(before.get(key, _MISSING), after.get(key, _MISSING))}"
+        key = next(key for key in {**before, **after} if before.get(key, MISSING) != after.get(key, MISSING))
+        return f"{key}={_spell(before.get(key, MISSING), after.get(key, MISSING))}"
     if isinstance(before, tuple) and isinstance(after, tuple) and max(len(before), len(after)) > _MAX_SPELLED:
         # Of a large one only what differs: an environment holds what belongs into no log.
         gone, come = (tuple(item for item in some if item not in other) for some, other in ((before, after), (after, before)))
@@ -169,14 +169,6 @@ def _spell(before: Any, after: Any) -> str:
     same = repr(before) == repr(after)
     return f"{before!r} and is now {'another of the same kind' if same else repr(after)}"
 
-
-class _Missing:
-    def __repr__(self) -> str:
-        """Spell what is not there."""
-        return "(absent)"
-
-
-_MISSING = _Missing()
 
 _parameter_facts = operator.attrgetter("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _step_facts = operator.attrgetter("model", "optimizer", "session", "loss_fn", "accumulate", "clip_norm", "autocast", "averages")
@@ -197,7 +189,8 @@ class Identities:
         self._getters = [getter for _, getter in variables(step, with_modules=True)]
         self._arrays = arrays(step)
         tables = list(_tables(step))
-        self._modules = [module.__dict__ for module in (*step.model.modules(), *other_modules(step).values())]
+        self._owners = [module for _, module in all_modules(step)]
+        self._modules = [module.__dict__ for module in self._owners]
         self._attributes = [partial(_own_attributes(table), table) for table in self._modules]
         self._empty = [table for table in tables if not table]
         filled = [table for table in tables if table]
@@ -228,6 +221,7 @@ class Identities:
         """Collect all objects."""
         objects: list[object] = gc.get_referents(*self._traversed)
         objects += _step_facts(self._step)
+        objects += map(type, self._owners)
         objects += chain.from_iterable(map(operator.call, self._attributes))
         objects += chain.from_iterable(self._views)
         objects += chain.from_iterable(map(_parameter_facts, self._parameters))
@@ -258,7 +252,7 @@ class Identities:
 
 def _tables(step: TrainStep) -> Iterator[Any]:
     """List the dicts, lists and sets whose content is watched; what comes or goes changes one of them."""
-    for module in (*step.model.modules(), *other_modules(step).values()):
+    for _, module in all_modules(step):
         yield from (module.__dict__[name] for name in TABLES)
     optimizer = step.optimizer
     yield from (optimizer.param_groups, *(group["params"] for group in optimizer.param_groups))

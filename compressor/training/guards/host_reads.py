@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from compressor.errors import GuardDriftError, HostReadError, ReplayError, UntrackedRandomnessError
 from compressor.random_state import foreign_random, generator_state, same_state
-from compressor.training.guards.containers import containers
+from compressor.training.guards.containers import all_modules, containers
 from compressor.training.guards.python_state import one_look, variables
 from compressor.training.step.step import TrainStep
 
@@ -124,7 +124,7 @@ def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
         items = held.content.items() if isinstance(held.content, dict) else enumerate(held.content)
         yield from ((f"{held.name}: {key!r}", value) for key, value in items if isinstance(value, _GENERATORS))
     yield from ((name, getter()) for name, getter in variables(step) if isinstance(getter(), _GENERATORS))
-    for name, module in step.model.named_modules():
+    for name, module in all_modules(step):
         for key, value in module.__dict__.items():
             if isinstance(value, _GENERATORS):
-                yield f"attribute '{key}' of {name or 'the model'}", value
+                yield f"attribute '{key}' of {name}", value
