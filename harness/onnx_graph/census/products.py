@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from harness.onnx_graph.census.experts import Experts
 from harness.onnx_graph.census.flow import LOOKUPS, MAKES_SHAPES, Flow, FlowMap, Shapes, is_attention, is_opaque, operands
 from harness.onnx_graph.census.weighing import Weighing
 from harness.onnx_graph.graph.view import GraphView, domain, has_subgraph, label, nodes_inside, tensor_of
@@ -73,6 +74,7 @@ class Products:
         """
         self._view, self._flow = view, flow
         self._holder = {inner: node for node in view.nodes for inner in nodes_inside(node)}
+        self._experts = Experts(view, flow, shapes)
         self._set = frozenset(node for node in view.nodes if self._is_product(node))
         mixing = Mixing(view, flow, shapes, self)
         self._set |= {node for node in view.nodes if node not in self._set and mixing.is_product(node)}
@@ -135,7 +137,8 @@ class Products:
         one, other = (node.inputs[position] for position in ((0, 3) if node.op_type == "QLinearMul" else (0, 1)))
         if one is None or other is None or one is other or not (self._flow.is_activation(one) and self._flow.is_activation(other)):
             return False
-        return self._is_summed(node) and any(self._weights(value) for value in (one, other))
+        weighs = self._is_summed(node) and any(self._weights(value) for value in (one, other))
+        return weighs and not self._experts.are_weighed_by(node)
 
     def _is_summed(self, node: ir.Node) -> bool:
         waiting = [node]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from harness.onnx_graph.census.experts import Experts
 from harness.onnx_graph.census.flow import LOOKUPS, MAKES_SHAPES, FlowMap, Shapes, operands
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import GraphView, has_subgraph, nodes_inside
@@ -55,7 +56,7 @@ class Weighing:
             ends_walk: whether a node is a layer, a matrix product, or cannot be followed.
         """
         self._view, self._flow, self._shapes, self._ends_walk = view, flow, shapes, ends_walk
-        self._constants = Constants(view)
+        self._constants, self._experts = Constants(view), Experts(view, flow, shapes)
         self._rank = {node: rank for rank, node in enumerate(view.nodes)}
         self._holder = {inner: node for node in view.nodes for inner in nodes_inside(node)}
 
@@ -111,7 +112,7 @@ class Weighing:
             return False
         computed = [self._is_computed(value) for value in (one, other)]
         alike = self._shapes.of(one) is not None and self._shapes.of(one) == self._shapes.of(other)
-        if not all(computed) and not (any(computed) and alike):
+        if (not all(computed) and not (any(computed) and alike)) or self._experts.are_weighed_by(node):
             return False
         return not any(self._is_chosen(value) for value in (one, other)) and not self._derived(one, other) and not self._derived(other, one)
 

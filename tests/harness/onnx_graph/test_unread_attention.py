@@ -220,12 +220,48 @@ def _tokens_of_experts(block: Block, h: Tensor) -> Tensor:
 
 
 SEPARATE_FLAT: dict[str, Callable[..., Tensor]] = {"positions on two axes": _axial_positions, "cosine": _cosine}
+Experts = Callable[[Block, Tensor], list[Tensor]]
+
+
+def _mixture(of: Experts, over: int = 2, axis: int = -1) -> Callable[..., Tensor]:
+    """A softmax of a router over what is stacked, which is summed."""
+
+    def mix(block: Block, h: Tensor) -> Tensor:
+        stacked = torch.stack(of(block, h), 2)
+        weights = block.gate(h) @ block.over_heads.repeat(WIDTH // HEADS, 1)[:, : stacked.shape[2]]
+        return (weights.softmax(axis)[..., None] * stacked).sum(over)
+
+    return mix
+
+
+def _two_experts(block: Block, h: Tensor) -> list[Tensor]:
+    return [block.wk(h).relu(), block.wv(F.gelu(block.wq(h)) * h)]
+
+
+def _turned(block: Block, h: Tensor) -> Tensor:
+    """Experts over the axis of tokens."""
+    rows, router = h.transpose(1, 2), block.over_heads.repeat(2, 1)[:LENGTH]
+    stacked = torch.stack([rows @ block.wk.weight[:LENGTH, :LENGTH], rows @ block.wv.weight[:LENGTH, :LENGTH]], 2)
+    return ((rows @ router[:, :2]).softmax(-1)[..., None] * stacked).sum(2).transpose(1, 2)
+
+
+TOKENS_ARE_MIXED: dict[str, Callable[..., Tensor]] = {
+    "convolution that each token computes": _mixture(lambda block, h: [block.wv(h).roll(shift, 1) for shift in range(3)]),
+    "an expert of the mean": _mixture(lambda block, h: [block.wk(h), block.wv(h.mean(1, keepdim=True)).expand_as(h)]),
+    "an expert of the token before": _mixture(lambda block, h: [block.wk(h), block.wv(torch.cat([h[:, :1], h[:, :-1]], 1))]),
+    "an expert of rows": _mixture(lambda block, h: [block.wk(h), block.wv.weight[:LENGTH, :LENGTH] @ h]),
+    "sum over tokens": _mixture(_two_experts, over=1),
+    "softmax over tokens": _mixture(_two_experts, axis=1),
+    "experts over the axis of tokens": _turned,
+}
 NOTHING: dict[str, Callable[..., Tensor]] = {
     "gated linear unit": lambda block, h: block.wo(block.wq(h) * F.silu(block.wk(h))),
     "squeeze and excite": lambda block, h: block.wo((block.wq(h) * torch.sigmoid(block.wk(h.mean(1, keepdim=True)))).mean(1, keepdim=True)),
     "mixer": lambda block, h: block.wo(torch.ones(LENGTH, LENGTH) @ h),
     "modulated": lambda block, h: block.wo(h * block.wq(h[:, :1]) + block.wk(h[:, :1])),
     "masked mean": lambda block, h: block.wo((block.wq(h) * (h[..., :1] > 0).float()).sum(1, keepdim=True)),
+    "all experts": _mixture(_two_experts),
+    "all experts, gated": lambda block, h: block.wo(_mixture(_two_experts)(block, h) * F.silu(block.wq(h))) + h,
     "routed experts": _routed,
     "batched experts": _batched_experts,
     "tokens of experts": _tokens_of_experts,
@@ -290,6 +326,13 @@ def test_roles_are_told_by_the_axis_of_the_softmax(name: str) -> None:
     assert [one.module for one in take_baseline(model, block).of_block(0)] == ["wq", "wk", "wv"], census(model).text()
     assert ALL.check(model, model).holds
     assert ALL.check(model, optimize(model, "onnxsim")).holding is Holding.VIOLATED
+
+
+@pytest.mark.parametrize("name", TOKENS_ARE_MIXED)
+def test_a_weighted_sum_that_mixes_tokens_is_no_mixture_of_experts(name: str) -> None:
+    model = _graph(Flat(TOKENS_ARE_MIXED[name]), beside=True)
+    assert census(model).counts == {"SEPARATE": 1, "UNKNOWN": 1}, census(model).text()
+    assert ALL.check(model, model).holding is Holding.NOT_ANALYSED
 
 
 @pytest.mark.parametrize("name", NOTHING)
