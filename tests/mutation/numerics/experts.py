@@ -24,8 +24,8 @@ _GUARDS = (
 )
 
 
-def _bug(name: str, kind: str, wrong: str, killer: str, edit: Edit) -> CodeMutant:
-    return bug(name, kind, wrong, killer, edit, *_GUARDS)
+def _bug(name: str, kind: str, wrong: str, killer: str, edit: Edit, raises: str = "") -> CodeMutant:
+    return bug(name, kind, wrong, killer, edit, *_GUARDS, raises=raises)
 
 
 EXPERT_MUTANTS: tuple[Mutant, ...] = (
@@ -47,10 +47,10 @@ EXPERT_MUTANTS: tuple[Mutant, ...] = (
     _bug("router_keeps_the_first_rows", "structure", "routers keep their first rows, whoever stays", _UNUSED,
          Edit(_COUNT + "choose_experts", "torch.tensor(list(kept[layer]), dtype", "torch.tensor(range(len(kept[layer])), dtype")),
     _bug("buffers_forgotten", "structure", "a bias that is a buffer keeps the places of experts that are gone", _SMALLER,
-         Edit(_COUNT + "_tensors", "**dict(model.named_buffers(remove_duplicate=False))", "**{}")),
+         Edit(_COUNT + "_tensors", "**dict(model.named_buffers(remove_duplicate=False))", "**{}"), raises="ModelError"),
     _bug("config_not_told", "structure", "the config goes on to count all experts", _SMALLER,
          Edit(_COUNT + "choose_experts", "state.set_setting(count.holder(state.model.config), count.path[-1], number)",
-              "count.holder(state.model.config)")),
+              "count.holder(state.model.config)"), raises="ModelError"),
     _bug("padding_counts", "saliency", "tokens that are padding count like any other", "expert_pruner.padding",
          Edit(_REAP + "_real", "weights_N, outputs_NC = weights_N[real_N], outputs_NC[real_N]", "real_N = real_N")),
     _bug("steps_the_wrong_way", "refit", "weights move away from what is missing", _REFITTED,
