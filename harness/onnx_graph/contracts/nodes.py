@@ -14,13 +14,14 @@ from harness.onnx_graph.contracts.base import Contract, Finding, Pair
 from harness.onnx_graph.graph.drawn_inputs import (
     example_inputs,
     full_size_inputs,
-    id_limits,
     inputs_of,
+    narrower_ids,
     nudged,
     open_axes,
     other_inputs,
     resized_inputs,
 )
+from harness.onnx_graph.graph.indexed_tables import reached_tables
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
 from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS, load_graph
 
@@ -141,6 +142,7 @@ class NumericEqual(Contract):
                 pair.notes.append(f"{self.name}: output {name} did not change with the inputs that were drawn, so it says little of them")
         judged = [self._judge(pair, several) for several in zip(*rows, strict=True)]
         found = [finding for finding in judged if finding is not None]
+        found += self._unvaried(pair, [inputs for inputs, _ in drawings])
         return found or self._at_full_size(pair, [inputs for inputs, _ in drawings if _is_as_large(inputs, first)], after)
 
     def _drawings(self, pair: Pair, first: Mapping[str, np.ndarray]) -> list[Drawing]:
@@ -149,8 +151,9 @@ class NumericEqual(Contract):
         drawings: list[Drawing] = [(first, before.run(first))]
         if self._inputs is not None:
             return drawings
-        drawings += [_accepted(before, first, other) for other in other_inputs(pair.before, first, self._seed)]
-        for name, rows in id_limits(pair.before).items():
+        tables = reached_tables(pair.before)
+        drawings += [_accepted(before, first, other, tables) for other in other_inputs(pair.before, first, self._seed)]
+        for name, rows in tables.items():
             used = len(np.unique(np.concatenate([one[name].ravel() for one, _ in drawings]))) if name in first else rows
             if used < rows:
                 pair.notes.append(f"{self.name}: {name} named {used} of {rows:,} rows of its table; the others were not looked at")
@@ -163,6 +166,18 @@ class NumericEqual(Contract):
             shown = ", ".join(f"axis {axis} of {name}" for name, axis in fixed)
             pair.notes.append(f"{self.name}: open sizes were not varied, as {_BEFORE} refuses the others that were tried: {shown}")
         return drawings
+
+    def _unvaried(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> list[Finding]:
+        """Ids that named the same rows throughout: of the others of their table nothing is known."""
+        if self._inputs is not None:
+            return []
+        fixed = [
+            name
+            for name, rows in reached_tables(pair.before).items()
+            if rows != 1 and name in drawn[0] and drawn[0][name].size and all(np.array_equal(drawn[0][name], one[name]) for one in drawn)
+        ]
+        why = f"{_BEFORE} refuses the other ids that were tried, so the other rows of the table were not looked at; pass inputs"
+        return [self.not_analysed(f"input {name}: {why}") for name in fixed]
 
     def _at_full_size(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], after: Session) -> list[Finding]:
         """All floats large at once. Rounding grows there, so the limit is what inputs that moved by one rounding leave, less a margin."""
@@ -230,18 +245,20 @@ def _first_accepted(graph: Session, several: Iterator[Mapping[str, np.ndarray]])
     return []
 
 
-def _accepted(graph: Session, first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> Drawing:
-    """Run on other inputs; where the graph refuses them, on those of the others that it takes one by one."""
+def _accepted(graph: Session, first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tables: Mapping[str, int]) -> Drawing:
+    """Run on other inputs; where the graph refuses them, on those of the others that it takes one by one, and on smaller ids."""
     try:
         return other, graph.run(other)
     except GraphRefused:
         kept, outputs = dict(first), graph.run(first)
     for name, array in other.items():
-        try:
-            outputs = graph.run(kept | {name: array})
-        except GraphRefused:
-            continue
-        kept[name] = array
+        for one in (array, *(narrower_ids(array, tables[name]) if name in tables else ())):
+            try:
+                outputs = graph.run(kept | {name: one})
+            except GraphRefused:
+                continue
+            kept[name] = one
+            break
     return kept, outputs
 
 

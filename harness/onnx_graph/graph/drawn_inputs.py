@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 
 from compressor.errors import UserInputError
+from harness.onnx_graph.graph.indexed_tables import id_limits
 
 _MOST_ELEMENTS = 2**28
 _MOST_TRIES = 8
@@ -125,6 +126,23 @@ def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: 
     chosen = [{name} for name in flags[:_MOST_FLAGS]] + ([set(flags)] if len(flags) > 1 else [])
     for number, off in enumerate([set[str](), *chosen]):
         yield {name: _again(values[name], array, draw, limits.get(name), name in off, number) for name, array in first.items()}
+
+
+def narrower_ids(array: np.ndarray, rows: int, seed: int = 0) -> Iterator[np.ndarray]:
+    """Draw ids again that a graph refused, below the rows of their table and below ever smaller numbers.
+
+    Args:
+        array: as it was refused.
+        rows: of the table; 0 where they are not known.
+        seed: of the draw.
+
+    Yields:
+        Arrays of the same shape and type, the widest first; nothing for what holds no integers.
+    """
+    draw, limit = np.random.default_rng(seed + 5), rows or _WIDE.stop
+    while limit > 1 and np.issubdtype(array.dtype, np.integer):
+        yield _values(array.shape, array.dtype, draw, min(limit, np.iinfo(array.dtype).max))
+        limit //= 2
 
 
 def full_size_inputs(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.ndarray]], seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
@@ -240,13 +258,3 @@ def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit
     info = np.iinfo(dtype)
     low, high = (0, limit) if limit else (max(free.start, info.min), min(free.stop, info.max))
     return np.asarray(draw.integers(low, high, shape)).astype(dtype)
-
-
-def id_limits(model: onnx.ModelProto) -> dict[str, int]:
-    """Return the name of each input that indexes a table, and the number of rows of the smallest one."""
-    rows = {tensor.name: tensor.dims[0] for tensor in model.graph.initializer if tensor.dims}
-    limits: dict[str, int] = {}
-    for node in model.graph.node:
-        if node.op_type == "Gather" and node.input[0] in rows:
-            limits[node.input[1]] = min(limits.get(node.input[1], rows[node.input[0]]), rows[node.input[0]])
-    return limits

@@ -117,7 +117,7 @@ def load_graph(source: Any) -> ir.Model:
     if proto.graph.sparse_initializer:
         proto = _dense(proto)
     if proto.functions:
-        proto = _inlined(proto)
+        proto = inlined(proto)
     check_order(proto)
     _check_sizes(proto)
     _check_operators(proto.graph, _check_versions(proto))
@@ -127,7 +127,18 @@ def load_graph(source: Any) -> ir.Model:
         raise UserInputError(f"graph: the model is not valid ({error.__cause__ or error}); check it with onnx.checker") from error
 
 
-def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
+def inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Write the local functions of a model out where they are called.
+
+    Args:
+        proto: not modified.
+
+    Returns:
+        A model without local functions.
+
+    Raises:
+        UserInputError: the functions are not valid.
+    """
     from onnx.checker import ValidationError
 
     try:

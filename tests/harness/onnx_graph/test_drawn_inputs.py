@@ -188,6 +188,55 @@ def test_rows_of_a_table_that_no_id_named_are_counted_in_a_note() -> None:
     assert "ids named " in note and "of 1,000 rows of its table; the others were not looked at" in note
 
 
+IDS = {
+    "reshaped": "n = Reshape(ids, flat) g = Gather(table, n)",
+    "moved by several": "c = Cast<to = 6>(ids) u = Unsqueeze(c, zero) t = Transpose(u) n = Reshape(t, flat) g = Gather(table, n)",
+    "wrapped where negative": "s = Less(ids, zero) w = Add(ids, rows) m = Where(s, w, ids) n = Reshape(m, flat) g = Gather(table, n)",
+    "on another axis": "n = Reshape(ids, flat) t = Transpose(table) h = Gather<axis = 1>(t, n) g = Transpose(h)",
+    "of a table in codes": "d = DequantizeLinear(codes, one) n = Reshape(ids, flat) g = Gather(d, n)",
+    "behind a sum": "a = Add(ids, two) n = Reshape(a, flat) g = Gather(table, n)",
+    "in a branch": (
+        "n = Reshape(ids, flat) "
+        "g = If(yes) <then_branch = a () => (h) {h = Gather(table, n)}, else_branch = b () => (k) {k = Gather(table, n)}>"
+    ),
+}
+HELD = {
+    "flat": np.array([-1]),
+    "zero": np.array([0]),
+    "two": np.array([2]),
+    "rows": np.array([60]),
+    "yes": np.array(True),
+    "one": np.float32(1),
+}
+
+
+def _indexed(text: str, table: np.ndarray) -> onnx.ModelProto:
+    made = parser.parse_graph(f"g (int64[2, 9] ids) => (float[m, d] y) {{ {text} y = Neg(g) }}")
+    tables = {"table": table.astype(np.float32), "codes": table.astype(np.int8)}
+    made.initializer.extend(numpy_helper.from_array(one, name) for name, one in (HELD | tables).items() if name in text)
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+
+@pytest.mark.parametrize("way", IDS)
+def test_ids_are_drawn_over_their_table_whatever_lies_between(way: str) -> None:
+    """Of 60 rows 40 are reversed: one id throughout, or a zero and a one, do not see it."""
+    table = np.arange(60)[:, None] * np.array([[1, 2]])
+    wrong = np.concatenate([table[:10], table[10:50][::-1], table[50:]])
+    sound = _indexed(IDS[way], table)
+    report = NumericEqual().check(sound, sound)
+    assert report.holds and "same values" not in report.message and " of 60 rows of its table" in report.message
+    assert NumericEqual().check(sound, _indexed(IDS[way], wrong)).holding is Holding.VIOLATED
+
+
+def test_ids_that_cannot_be_drawn_over_their_table_are_no_evidence() -> None:
+    """A zero and a one are taken, and name one row."""
+    model = _indexed("a = Mul(ids, rows) b = Add(a, far) n = Reshape(b, flat) g = Gather(table, n)", np.arange(120).reshape(60, 2))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-59]), "far"))
+    report = NumericEqual().check(model, model)
+    assert report.holding is Holding.NOT_ANALYSED and "input ids: the exported graph refuses the other ids" in report.message
+    assert NumericEqual(inputs={"ids": np.ones((2, 9), np.int64)}).check(model, model).holds
+
+
 def _short(model: onnx.ModelProto) -> None:
     model.graph.initializer[0].raw_data = model.graph.initializer[0].raw_data[:1]
 
