@@ -10,7 +10,14 @@ import torch
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
 from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, set_token_mask, watched_modules
-from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
+from compressor.pipelines.forward_checks import (
+    calls_of,
+    check_padding,
+    check_still_called,
+    compressed_names,
+    refuse_exchanged,
+    weights_held_to,
+)
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained
 from compressor.progress import Progress
@@ -65,8 +72,10 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
     state = session.state
     with calibration_mode(state), progress.task("calibrate", total=len(data.batches)) as task:
         watched = watched_modules(session)
-        with session.hooks_disabled(), calls_of(state.model, compressed_names(state)) as called:
+        names = compressed_names(state)
+        with session.hooks_disabled(), calls_of(state.model, names) as called, weights_held_to(state.model, names) as exchanged:
             stirred, kept = changed_by_forwards(state.model, watched, [batch_to(batch, state.device) for batch in data.batches[:2]])
+            refuse_exchanged(exchanged, stirred.rewritten)
             check_padding(state, data, watched)
         note_kept(state, kept)
         # Nobody would look: modifiers of need `own` run forwards themselves.

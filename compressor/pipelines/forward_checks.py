@@ -9,7 +9,9 @@ Calls. A layer that its owner also holds in a list or a function stays there as 
 which modules are called; one of the smallest batch at the end tells what is left of it, and where that passes by a layer, those of the
 others. A module counts only where its owner is called as well: which experts a token is sent to may change.
 
-Writes. What a forward writes to the weight of a compressed layer goes nowhere, for what it gets to see of it is a copy.
+Writes. What a forward writes to the weight of a compressed layer goes nowhere, for what it gets to see of it is a copy. And where weights
+are exchanged for the time of a forward, those are compressed with which nothing is computed: in the first call of each layer some numbers
+of its weights are held against those from before.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import WITHOUT_PADDING, leading_tensor
-from compressor.data.layouts import refuse_without_memory
+from compressor.data.layouts import has_memory, refuse_without_memory
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
 from compressor.model.checkpoints.save import as_pretrained
@@ -39,6 +41,8 @@ _MOVED = 1e-3
 _MEDIA_TOKEN = re.compile(r"(image|video|audio|vision)\w*_token_(id|index)$")
 _DIRECTIONS = 16
 """On one direction alone, one row in a hundred that moves by a tenth of its length would seem to stand still."""
+
+_NUMBERS = 1024  # of a weight, or a few more
 
 
 def check_padding(state: State, data: CalibrationData, watched: Collection[str]) -> None:
@@ -231,6 +235,75 @@ def _noting(called: set[str], name: str, module: nn.Module) -> Callable[..., Non
                     refuse_without_memory(value, name)
 
     return hook
+
+
+@contextmanager
+def weights_held_to(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, str]]:
+    """Note which modules compute with other weights than they hold before, for the duration.
+
+    Args:
+        model: hooks come and go.
+        names: dotted names.
+
+    Yields:
+        Name of the parameter to that of its module, for those that were so far.
+    """
+    found: dict[str, str] = {}
+    with ExitStack() as hooks:
+        for name in names:
+            module = model.get_submodule(name)
+            if not isinstance(module, torch.jit.ScriptModule):
+                hooks.callback(module.register_forward_pre_hook(_holding(found, name, module)).remove)
+        yield found
+
+
+def _holding(found: dict[str, str], name: str, module: nn.Module) -> Callable[..., None]:
+    left = {key: _some_numbers(weight) for key, weight in module._parameters.items() if weight is not None and _can_be_read(weight)}
+
+    def hook(given: nn.Module, args: tuple[Any, ...]) -> None:
+        del args
+        with torch._C.DisableTorchFunction(), torch.no_grad():  # nobody is to take it for a read of the model's
+            while left and given is module:  # the first call only
+                key, kept = left.popitem()
+                now = module._parameters.get(key)
+                if now is not None and _can_be_read(now) and not _same_numbers(_some_numbers(now), kept):
+                    found[f"{name}.{key}".lstrip(".")] = name
+
+    return hook
+
+
+def _can_be_read(weight: Tensor) -> bool:
+    return has_memory(weight) and not weight.is_meta and not weight.is_quantized and type(weight) in (Tensor, nn.Parameter)
+
+
+def _some_numbers(weight: Tensor) -> Tensor:
+    """Numbers from all over a tensor: of a large model, reading all of them would take as long as a forward."""
+    flat = weight.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _NUMBERS)].to("cpu", copy=True)
+
+
+def _same_numbers(now: Tensor, kept: Tensor) -> bool:
+    """A weight that is cast for a call is the same."""
+    return now.shape == kept.shape and torch.equal(now.nan_to_num(), kept.to(now.dtype).nan_to_num())
+
+
+def refuse_exchanged(found: Mapping[str, str], rewritten: Collection[str]) -> None:
+    """Refuse a model whose layers compute with other weights than those that would be compressed.
+
+    Args:
+        found: what `weights_held_to` has given.
+        rewritten: parameters that a forward writes to for good, which others judge.
+
+    Raises:
+        CalibrationError: there is such a layer.
+    """
+    odd = sorted(name for name in found if name not in rewritten)
+    if odd:
+        raise CalibrationError(
+            f"{found[odd[0]] or 'the model'}: a forward writes to its {odd[0].rpartition('.')[2]}, or exchanges it, for as long as it runs "
+            "(moving averages, a scale), so that other numbers would be compressed than it computes with; give it these for good, or let "
+            "the forward change the layer's input or output instead, or ignore the layer"
+        )
 
 
 def check_still_called(session: Session, data: CalibrationData, before: set[str], rewritten: Collection[str]) -> None:

@@ -21,7 +21,14 @@ from compressor.lifecycle import EventType, Session, State
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
 from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, note_proof, set_token_mask, watched_modules
-from compressor.pipelines.forward_checks import calls_of, check_padding, check_still_called, compressed_names
+from compressor.pipelines.forward_checks import (
+    calls_of,
+    check_padding,
+    check_still_called,
+    compressed_names,
+    refuse_exchanged,
+    weights_held_to,
+)
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained, return_freed_pages
 from compressor.pipelines.offload.activation_store import open_store
@@ -108,8 +115,10 @@ def _run_stages(
     with calibration_mode(state):
         watched = watched_modules(session)
         with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
-            with calls_of(state.model, compressed_names(state)) as called:
+            names = compressed_names(state)
+            with calls_of(state.model, names) as called, weights_held_to(state.model, names) as exchanged:
                 plan, runs_once = _trace(session, data, settings, watched, weights)
+            refuse_exchanged(exchanged, plan.rewritten)
             check_padding(state, data, watched)
         weights.refuse_rewritten(plan.rewritten)
         note_kept(state, plan.kept)

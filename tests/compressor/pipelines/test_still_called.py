@@ -144,7 +144,13 @@ def _copied_into(block: Any) -> None:
         block.b.weight.copy_(block.b.weight * 4)
 
 
-@pytest.mark.parametrize("write", [_swapped, _scaled_in_place, _copied_into])
+def _scaled_where_float(block: Any) -> None:
+    for child in block.children():
+        if isinstance(child, nn.Linear) and child is block.b:
+            child.weight.data.mul_(4)
+
+
+@pytest.mark.parametrize("write", [_swapped, _scaled_in_place, _copied_into, _scaled_where_float])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_a_forward_that_writes_to_the_weight_of_its_layer_is_an_error(write: Any, symmetric: bool) -> None:
     """And puts it back behind the call, so that the model itself is what it was; who only reads a weight may."""
@@ -163,6 +169,8 @@ def test_a_forward_that_writes_to_the_weight_of_its_layer_is_an_error(write: Any
     ids = torch.randint(0, 32, (4, 6))
     with pytest.raises(CalibrationError, match=r"layers\.0\.b: a forward writes to its weight"):
         oneshot(Model("writes").eval(), recipe=QuantizationModifier(config_groups=groups), dataset=ids, pipeline="basic")
+    with pytest.raises(CompressorError, match=r"layers\.0\.b"):
+        compressed(Model("writes").eval(), "suspend")
     oneshot(Model("reads").eval(), recipe=QuantizationModifier(config_groups=groups), dataset=ids, pipeline="basic")
 
 
@@ -171,7 +179,7 @@ def test_an_owner_that_asks_for_what_a_compressed_layer_has_not_is_told_so(kind:
     """Whatever it raises then, and whenever."""
 
     def calls(block: Any, x: Tensor) -> Tensor:
-        doubled: Tensor = torch.func.functional_call(block.b, {"weight": 2 * block.b.weight}, (torch.relu(block.a(x)),))
+        doubled: Tensor = torch.func.functional_call(block.b, {"weight": 1 * block.b.weight}, (torch.relu(block.a(x)),))
         return doubled
 
     WAYS["functional"] = calls
