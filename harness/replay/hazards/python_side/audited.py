@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextvars
 import ctypes
 import decimal
 import functools
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import types
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ import torch
 from compressor.errors import SignatureDriftError
 from harness.replay.hazards.building_blocks import (
     MODULE,
-    NUMBERS,
     Kept,
     Row,
     kept_in,
@@ -35,16 +32,6 @@ from harness.replay.hazards.building_blocks import (
     write_module,
 )
 from harness.replay.hazards.registry import Hazard
-
-
-def _metaclass() -> Kept:
-    class Meta(type):
-        factor = 1.0
-
-    class Config(metaclass=Meta):
-        pass
-
-    return lambda: Config.factor, lambda value: setattr(Meta, "factor", value)
 
 
 def _built_name() -> Kept:
@@ -120,11 +107,6 @@ def _database() -> Kept:
     )
 
 
-def _context_variable() -> Kept:
-    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("factor")
-    return variable.get, variable.set
-
-
 def _c_number() -> Kept:
     number = ctypes.c_double(1.0)
     return lambda: number.value, lambda value: setattr(number, "value", value)
@@ -156,58 +138,12 @@ def _long() -> Kept:
     return lambda: values[4_500], lambda value: put(values, 4_500, value)
 
 
-class _Descriptor:
-    value: Any = 1.0
-
-    def __get__(self, holder: object, owner: type | None = None) -> Any:
-        return NUMBERS["descriptor"]
-
-
-def _descriptor() -> Kept:
-    class Config:
-        factor = _Descriptor()
-
-    config = Config()
-    return lambda: config.factor, lambda value: NUMBERS.update(descriptor=value)
-
-
-def _dynamic() -> Kept:
-    class Config:
-        def __getattr__(self, name: str) -> Any:
-            return NUMBERS[name]
-
-    config = Config()
-    return lambda: config.dynamic, lambda value: NUMBERS.update(dynamic=value)
-
-
-def _operators() -> Kept:
-    class Config:
-        def __getitem__(self, name: str) -> Any:
-            return NUMBERS[name]
-
-        def __len__(self) -> int:
-            return int(NUMBERS["operators"])
-
-    config = Config()
-    return lambda: config["operators"] * len(config), lambda value: NUMBERS.update(operators=value)
-
-
 def _dispatched() -> Kept:
     @functools.singledispatch
     def scale(value: object) -> Any:
         return 1.0
 
     return lambda: scale(1), lambda value: scale.register(int, lambda number: value)
-
-
-@dataclass(slots=True)
-class _Slotted:
-    factor: Any = 1.0
-
-
-def _slots_in_list() -> Kept:
-    held = [_Slotted()]
-    return lambda: held[0].factor, lambda value: setattr(held[0], "factor", value)
 
 
 def _logged() -> Kept:
@@ -238,7 +174,6 @@ def _tensor_moved() -> Kept:
 
 
 _AUDITED: tuple[Row, ...] = (
-    ("metaclass", "an attribute of a metaclass", kept_in(_metaclass)),
     ("built_name", "a module whose name is put together", kept_in(_built_name)),
     ("singleton_new", "the one object that __new__ gives", kept_in(_singleton_new)),
     ("singleton_cached", "the one object that a cached function gives", kept_in(_singleton_cached)),
@@ -249,7 +184,6 @@ _AUDITED: tuple[Row, ...] = (
     ("file_exists", "whether a file exists", kept_in(_file_there)),
     ("mapped_memory", "a byte of mapped memory", kept_in(_mapped)),
     ("database", "a row of a database", kept_in(_database)),
-    ("context_value", "a context variable, by its bound method", kept_in(_context_variable)),
     ("c_number", "a number of ctypes", kept_in(_c_number)),
     ("large_array", "an element of a large array", kept_in(_large_array)),
     ("array_of_objects", "an array of objects", kept_in(_array_of_objects)),
@@ -257,11 +191,7 @@ _AUDITED: tuple[Row, ...] = (
     ("nested_9", "a dict within nine", kept_in(nested(9))),
     ("many_lists", "the last of 600 lists", kept_in(_many)),
     ("long_list", "an item of a list of 5,000", kept_in(_long)),
-    ("descriptor", "a descriptor that reads a global", kept_in(_descriptor)),
-    ("dynamic_attribute", "an attribute by __getattr__", kept_in(_dynamic)),
-    ("operators_of_object", "an object's own [] and len()", kept_in(_operators)),
     ("dispatched", "a function that is registered for a type", kept_in(_dispatched)),
-    ("slots_in_list", "an object with slots in a list", kept_in(_slots_in_list)),
     ("logging_level", "the level of a logger", kept_in(_logged)),
     ("decimal_context", "the precision of decimals", kept_in(_decimal_context)),
     ("collector_flags", "the flags of the garbage collector", kept_in(_collector)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import collections
 import configparser
+import contextvars
 import enum
 import functools
 import importlib
@@ -14,6 +15,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -339,6 +341,67 @@ def _on_parameter() -> Subject:
     return Subject(Trainer(step), at(6, lambda trainer: setattr(weight, "factor", 2.0)))
 
 
+def _metaclass() -> Kept:
+    class Meta(type):
+        factor = 1.0
+
+    class Config(metaclass=Meta):
+        pass
+
+    return lambda: Config.factor, lambda value: setattr(Meta, "factor", value)
+
+
+def _context_variable() -> Kept:
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("factor")
+    return variable.get, variable.set
+
+
+class _Descriptor:
+    value: Any = 1.0
+
+    def __get__(self, holder: object, owner: type | None = None) -> Any:
+        return NUMBERS["descriptor"]
+
+
+def _descriptor() -> Kept:
+    class Config:
+        factor = _Descriptor()
+
+    config = Config()
+    return lambda: config.factor, lambda value: NUMBERS.update(descriptor=value)
+
+
+def _dynamic() -> Kept:
+    class Config:
+        def __getattr__(self, name: str) -> Any:
+            return NUMBERS[name]
+
+    config = Config()
+    return lambda: config.dynamic, lambda value: NUMBERS.update(dynamic=value)
+
+
+def _operators() -> Kept:
+    class Config:
+        def __getitem__(self, name: str) -> Any:
+            return NUMBERS[name]
+
+        def __len__(self) -> int:
+            return int(NUMBERS["operators"])
+
+    config = Config()
+    return lambda: config["operators"] * len(config), lambda value: NUMBERS.update(operators=value)
+
+
+@dataclass(slots=True)
+class _Slotted:
+    factor: Any = 1.0
+
+
+def _slots_in_list() -> Kept:
+    held = [_Slotted()]
+    return lambda: held[0].factor, lambda value: setattr(held[0], "factor", value)
+
+
 _SEEN: tuple[Row, ...] = (
     ("parameter_attribute", "an attribute of a parameter", _on_parameter),
     ("class_list", "a list on the class of a module", _in_model(_class_list)),
@@ -374,6 +437,12 @@ _SEEN: tuple[Row, ...] = (
     ("function_defaults", "the defaults of a function", kept_in(_defaults)),
     ("function_code", "the code of a function", kept_in(_code)),
     ("object_class", "the class of an object", kept_in(_other_class)),
+    ("metaclass", "an attribute of a metaclass", kept_in(_metaclass)),
+    ("context_value", "a context variable, by its bound method", kept_in(_context_variable)),
+    ("descriptor", "a descriptor that reads a global", kept_in(_descriptor)),
+    ("dynamic_attribute", "an attribute by __getattr__", kept_in(_dynamic)),
+    ("operators_of_object", "an object's own [] and len()", kept_in(_operators)),
+    ("slots_in_list", "an object with slots in a list", kept_in(_slots_in_list)),
 )
 _SOURCE = "compressor/training/README.md: what the guards see"
 HAZARDS: tuple[Hazard, ...] = tuple(Hazard(name, what, stage, GuardDriftError, "since the capture", _SOURCE) for name, what, stage in _SEEN)
