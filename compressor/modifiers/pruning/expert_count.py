@@ -332,18 +332,36 @@ def routing_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, An
     return {**dict(zip(("hidden_states", "top_k_index", "top_k_weights"), args, strict=False)), **kwargs}
 
 
-def try_routing(model: nn.Module, count: ExpertCount, batch: Batch, device: torch.device) -> None:
-    """Run a model that has fewer experts, and see that its routers send tokens to those that are left.
+def try_routing(model: nn.Module, count: ExpertCount, batch: Batch, device: torch.device, groups: int) -> None:
+    """See that routers send tokens to as few experts as are to stay, whichever these are.
 
     Args:
-        model: as `choose_experts` left it.
+        model: the same afterwards.
         count: of it.
         batch: an excerpt of it runs.
         device: where the model is.
+        groups: into which the routers divide the experts.
 
     Raises:
         ModelError: a router cannot choose as many experts as it did, or names one that is gone.
     """
+    size, fewer = count.num_experts // groups, count.fewer // groups
+    first = [group * size + place for group in range(groups) for place in range(fewer)]
+    state = State(model, keep_originals=True)
+    try:
+        choose_experts(state, count, dict.fromkeys(count.layers, first))
+        stray = _stray(model, count, batch_to(excerpt(batch, 0), device))
+    finally:
+        state.restore_originals()
+    if stray:
+        raise ModelError(
+            f"{stray[0]}: with {count.fewer} of {count.num_experts} experts left its router names one that is gone, or gives no number; "
+            "give a smaller sparsity"
+        )
+
+
+def _stray(model: nn.Module, count: ExpertCount, batch: Batch) -> list[str]:
+    """The layers whose routers name an expert that is gone."""
     stray: list[str] = []
 
     def look(layer: str) -> Any:
@@ -362,14 +380,10 @@ def try_routing(model: nn.Module, count: ExpertCount, batch: Batch, device: torc
         for layer in count.layers:
             stack.callback(model.get_submodule(layer).register_forward_pre_hook(look(layer), with_kwargs=True).remove)
         try:
-            call_model(model, batch_to(excerpt(batch, 0), device))
+            call_model(model, batch)
         except (RuntimeError, IndexError) as error:
             raise ModelError(
                 f"{type(model).__name__}: its routers cannot choose among {count.fewer} of {count.num_experts} experts "
                 f"({one_line(error)}); give a smaller sparsity"
             ) from error
-    if stray:
-        raise ModelError(
-            f"{stray[0]}: with {count.fewer} of {count.num_experts} experts left its router names one that is gone, or gives no number; "
-            "give a smaller sparsity"
-        )
+    return stray

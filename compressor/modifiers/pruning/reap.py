@@ -82,13 +82,13 @@ class REAPPruningModifier(Modifier):
         count = self._count(state.model)
         groups = num_groups(state.model, count, data.batches[0], state.device, state.seed)
         count = self._in_groups(state.model, count, groups)
+        try_routing(state.model, count, data.batches[0], state.device, groups)
         seen = self._to_refit(state.model, count)
         saliencies = self._saliencies(state, count, seen)
         values = {layer: saliency.value(layer) for layer, saliency in saliencies.items()}
         dropped = count.num_experts - count.fewer
         self._kept = {layer: kept_experts(value_E, dropped, groups) for layer, value_E in values.items()}
         choose_experts(state, count, self._kept)
-        try_routing(state.model, count, data.batches[0], state.device)
         errors = self._refitted(state, seen)
         self._report(state, count, saliencies, values, errors)
         return True

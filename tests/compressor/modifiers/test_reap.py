@@ -220,6 +220,12 @@ def test_what_cannot_be_done_is_refused(what: str) -> None:
     assert torch.equal(logits(model), before)
 
 
+def test_fewer_experts_than_routers_choose_are_refused_before_any_data_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compressor.modifiers.pruning.reap.run_batches", lambda *args, **kwargs: pytest.fail("a pass over the data"))
+    with pytest.raises(ModelError, match=r"its routers cannot choose among 1 of 6 experts .*give a smaller sparsity"):
+        oneshot(qwen3_moe(), recipe=REAPPruningModifier(sparsity=0.9), dataset=IDS)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
