@@ -6,8 +6,11 @@ B batch, T positions, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,10 @@ RELOAD = Claim("reload.logits", "Saved with save_pretrained and loaded again, it
 
 _SAME = 1e-5
 """Of a product in float32 that is computed in another order; a code that is another one costs a hundred times as much."""
+_STEPS = 4
+"""Tokens that come one by one behind a cache."""
+_WINDOWS = ("sliding_window", "attention_chunk_size")
+"""Settings of a config behind which another path begins."""
 Way = Callable[[torch.nn.Module, Candidate], tuple[torch.Tensor, torch.Tensor]]
 """A model and the prompts -> logits of one way and of the other, of equal shape."""
 
@@ -48,24 +55,41 @@ def deviation(one: torch.Tensor, other: torch.Tensor) -> float:
     return ((one - other).abs().max() / one.abs().max().clamp(min=1e-30)).item()
 
 
-def _run(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, **({"use_cache": False} | options)).logits
+def _run(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
 
 def _padded(model: torch.nn.Module, candidate: Candidate, *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each prompt alone, and all of them padded to the length of the longest and four more."""
+    """Each prompt alone, and all of them padded to the length of the longest and four more, the last tokens behind a cache.
+
+    Without a cache transformers takes positions that start again for another text, and masks pads of which the model knows nothing.
+    """
     prompts = candidate.prompts
-    width = max(prompt.shape[1] for prompt in prompts) + 4
-    ids = torch.full((len(prompts), width), _padding_token(model), dtype=torch.long, device=candidate.device)
-    mask = torch.zeros_like(ids)
-    places = [slice(width - one.shape[1], width) if left else slice(0, one.shape[1]) for one in prompts]
-    for row, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
-        ids[row, place], mask[row, place] = prompt[0], 1
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    together = _run(model, ids, mask, position_ids=positions)
+    lengths = [prompt.shape[1] for prompt in prompts]
+    width, num_steps = max(lengths) + 4, min(_STEPS, min(lengths) - 1)
+    mask = torch.ones(len(prompts), width, dtype=torch.long, device=candidate.device)
+    ids = torch.full_like(mask, _padding_token(model))
+    for row, prompt in enumerate(prompts):
+        start = 0 if left else lengths[row] - num_steps
+        mask[row, start : start + width - lengths[row]] = 0
+        ids[row, mask[row].bool()] = prompt[0]
     alone = torch.cat([_run(model, prompt)[0] for prompt in prompts])
-    return alone, torch.cat([together[row, place] for row, place in enumerate(places)])
+    return alone, _stepped(model, ids, mask, num_steps)[mask.bool()]
+
+
+def _stepped(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Logits [B, T, V] of tokens [B, T] that are asked for as `generate` does: all but the last steps at once, those behind a cache."""
+    runner: Any = model
+    positions, first = (mask.cumsum(1) - 1).clamp(min=0), ids.shape[1] - num_steps
+    placed = "position_ids" in inspect.signature(runner.forward).parameters  # ALiBi has none
+    cache, logits = None, []
+    for start, stop in itertools.pairwise([0, *range(first, ids.shape[1] + 1)]):
+        where = {"position_ids": positions[:, start:stop]} if placed else {}
+        out = runner(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True, **where)
+        cache = out.past_key_values
+        logits.append(out.logits.float())
+    return torch.cat(logits, dim=1)
 
 
 def _padding_token(model: torch.nn.Module) -> int:
@@ -88,13 +112,22 @@ def _batch(model: torch.nn.Module, candidate: Candidate) -> tuple[torch.Tensor, 
 
 
 def _cache(model: torch.nn.Module, candidate: Candidate) -> tuple[torch.Tensor, torch.Tensor]:
-    prompt, cache, steps = candidate.prompts[0], None, []
-    for place in range(prompt.shape[1]):
-        runner: Any = model
-        out = runner(input_ids=prompt[:, place : place + 1], past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        steps.append(out.logits.float())
-    return _run(model, prompt), torch.cat(steps, dim=1)
+    """A prompt token by token, and steps at several lengths of the long context."""
+    prompt, long = candidate.prompts[0], candidate.long_row
+    whole, steps = [_run(model, prompt)], [_stepped(model, prompt, torch.ones_like(prompt), prompt.shape[1] - 1)]
+    predictions = _run(model, long)
+    for stop in _stops(model, long.shape[1]):
+        steps.append(_stepped(model, long[:, :stop], torch.ones_like(long[:, :stop]), _STEPS)[:, -_STEPS:])
+        whole.append(predictions[:, stop - _STEPS : stop])
+    return torch.cat(whole, dim=1), torch.cat(steps, dim=1)
+
+
+def _stops(model: torch.nn.Module, length: int) -> list[int]:
+    """Numbers of tokens behind which a cache is looked at: half of the steps before each power of two and window, and the last ones."""
+    config: Any = model.config
+    own = [getattr(config.get_text_config(), name, None) for name in _WINDOWS]
+    edges = [2**power for power in range(4, length.bit_length())] + [edge for edge in own if edge]
+    return sorted({edge + _STEPS // 2 for edge in edges if _STEPS < edge + _STEPS // 2 < length} | {length} - set(range(_STEPS + 1)))
 
 
 def _check(claim: Claim, way: Way) -> Check:
@@ -109,6 +142,14 @@ def _check(claim: Claim, way: Way) -> Check:
         return _judged(claim, found, limit, {"base": own, "compressed": found})
 
     return Check(claim, look)
+
+
+def _look_at_caches(candidate: Candidate) -> CheckRecord:
+    record, longest = _check(CACHE, _cache).look(candidate), candidate.long_row.shape[1] - 1
+    told = record.summary
+    if record.outcome is Outcome.PASS:
+        told += f", on caches of up to {longest} tokens; the model has {candidate.num_positions} positions"
+    return replace(record, summary=told, evidence={**record.evidence, "longest cache": longest})
 
 
 def _judged_without_rounding(claim: Claim, way: Way, candidate: Candidate, limit: float, evidence: dict[str, float]) -> CheckRecord:
@@ -191,6 +232,6 @@ def _reload(candidate: Candidate) -> CheckRecord:
 
 
 CHECKS = (
-    *(_check(LEFT, _left), _check(RIGHT, _right), _check(BATCH, _batch), _check(CACHE, _cache)),
+    *(_check(LEFT, _left), _check(RIGHT, _right), _check(BATCH, _batch), Check(CACHE, _look_at_caches)),
     *(Check(DTYPE, _dtype), Check(DEVICE, _device), Check(RELOAD, _reload)),
 )

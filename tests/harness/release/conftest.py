@@ -53,6 +53,17 @@ class Release:
         path.write_text(json.dumps(data), encoding="utf-8")
 
 
+def change_steps_on(model: Any, lengths: Callable[[int], bool]) -> None:
+    """Change what one token gives behind a cache of such lengths."""
+
+    def change(module: Any, given: Any, options: Any, output: Any) -> None:
+        cache = options["past_key_values"]
+        if options["input_ids"].shape[1] == 1 and cache is not None and lengths(cache.get_seq_length() - 1):
+            output.last_hidden_state = output.last_hidden_state.roll(1, -1)
+
+    model.base_model.register_forward_hook(change, with_kwargs=True)
+
+
 POLICY = ReleasePolicy(
     limits=Policy(max_perplexity_ratio=1.5, max_mean_kl=0.4, min_top1_agreement=0.6, max_accuracy_drop=0.2),
     generation=GenerationLimits(prompts=2, new_tokens=16),

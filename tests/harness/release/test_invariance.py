@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import MistralConfig, MistralForCausalLM
 
 from compressor import QuantizationModifier, oneshot
 from harness.release import invariance
 from harness.release.candidate import Candidate
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome
-from tests.harness.release.conftest import POLICY, Release
+from tests.harness.release.conftest import NUM_TOKENS, POLICY, Release, change_steps_on
 
 WAYS = {check.claim.name: check for check in invariance.CHECKS[:4]}
 PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -70,3 +72,19 @@ def test_padding_that_leaks_beside_rounding_is_seen_without_it(release: Release)
     )
     failed = {record.name for record in records(candidate) if record.outcome is Outcome.FAIL}
     assert failed >= {"invariance.padding_left", "invariance.padding_right", "invariance.batch"}
+
+
+def test_a_cache_is_looked_at_around_the_sliding_window_and_up_to_the_last_position(made: Release) -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=NUM_TOKENS, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        max_position_embeddings=64, sliding_window=24, pad_token_id=0,
+    )  # fmt: skip
+    rows = load_file(made.dataset)["input_ids"].tolist()
+    candidate, model = Candidate(made.base, made.compressed, POLICY, rows, torch.device("cpu"), seed=0), MistralForCausalLM(config).eval()
+    candidate.base_model, candidate.wide_base, candidate.wide_model = model, model, copy.deepcopy(model)
+    sound = WAYS["invariance.cache"].record(candidate)
+    assert sound.outcome is Outcome.PASS and sound.evidence["longest cache"] == 63
+    assert sound.summary.endswith(", on caches of up to 63 tokens; the model has 64 positions")
+    change_steps_on(candidate.wide_model, lambda length: length == 24)
+    assert WAYS["invariance.cache"].record(candidate).outcome is Outcome.FAIL

@@ -16,7 +16,7 @@ from torch.nn.functional import one_hot
 from harness.release import generation, invariance
 from harness.release.candidate import Candidate
 from harness.reporting.verdict import Outcome
-from tests.harness.release.conftest import NUM_TOKENS, POLICY, Release
+from tests.harness.release.conftest import NUM_TOKENS, POLICY, Release, change_steps_on
 from tests.harness.release.test_planted_defects import DEFECTS
 
 CHECKS = {check.claim.name: check for check in (*generation.CHECKS, *invariance.CHECKS)}
@@ -53,6 +53,17 @@ def each_time_otherwise() -> Callable[[torch.Tensor], torch.Tensor]:
 
 def late_ones_swapped(hidden: torch.Tensor) -> torch.Tensor:
     return torch.cat([hidden[:, :LATE], hidden[:, LATE:].flip(1)], dim=1)
+
+
+def mask_thrown_away(candidate: Candidate, patch: pytest.MonkeyPatch) -> None:
+    """Pads are seen; transformers itself masks them where there is no cache either and positions start again."""
+    candidate.wide_model.base_model.register_forward_pre_hook(  # type: ignore[union-attr, operator]
+        lambda module, given, options: (given, options | {"attention_mask": None}), with_kwargs=True
+    )
+
+
+def in_steps_on(lengths: Callable[[int], bool]) -> Plant:
+    return lambda candidate, patch: change_steps_on(candidate.wide_model, lengths)
 
 
 def in_our_logits(patch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -116,6 +127,11 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "the path of one token": (
         in_inputs("wide_model", lambda hidden: hidden.roll(1, 2) if hidden.shape[1] == 1 else hidden), "invariance.cache", "part by"
     ),
+    "mask thrown away": (mask_thrown_away, "invariance.padding_left", "part by"),
+    "mask thrown away, pads behind": (mask_thrown_away, "invariance.padding_right", "part by"),
+    "caches of 40 tokens and more": (in_steps_on(lambda length: length >= 40), "invariance.cache", "part by"),
+    "a cache of the last position": (in_steps_on(lambda length: length == 63), "invariance.cache", "part by"),
+    "a cache behind a block of 32": (in_steps_on(lambda length: length == 32), "invariance.cache", "part by"),
     "a prompt that sees its neighbours": (
         in_inputs("wide_model", lambda hidden: hidden + hidden.mean(0)), "invariance.batch", "part by"
     ),
