@@ -13,12 +13,15 @@ import shlex
 import shutil
 import subprocess
 import textwrap
+import unittest
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import settings
 
 from harness.cli import spelled
 from harness.lifecycle.process_state import process_kept
@@ -143,7 +146,17 @@ def test_python_runs_as_printed(chapter: Path, tmp_path: Path, reference_model: 
     (tmp_path / "chapter.py").write_text("\n\n".join(blocks), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     with process_kept(), warnings.catch_warnings(action="ignore"):  # an interpreter of its own would import for three seconds
-        runpy.run_path("chapter.py", run_name="chapter")
+        made = runpy.run_path("chapter.py", run_name="chapter")
+        for case in [one for one in made.values() if isinstance(one, type) and issubclass(one, unittest.TestCase)]:
+            _collected(case)
+
+
+def _collected(case: Any) -> None:
+    """Run what pytest would collect of a chapter: a machine, over few examples."""
+    case.settings = settings(max_examples=3, stateful_step_count=4, derandomize=True, database=None, deadline=None)
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+    assert result.testsRun and result.wasSuccessful(), [text for _, text in (*result.errors, *result.failures)]
 
 
 PRINTED_ONLY = [

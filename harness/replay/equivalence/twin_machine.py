@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch import Tensor, nn
 
-from compressor.errors import ReplayError
+from compressor.errors import ReplayError, UserInputError
 from compressor.random_state import RandomState, foreign_random
 from compressor.training import Trainer, load_training, save_training
 from harness.replay.equivalence.run import Factory, Plot
@@ -326,7 +326,14 @@ def replay_machine(factory: Factory, *batches: MakeBatch) -> type[ReplayMachine]
 
     Returns:
         The machine; its `seen` counts what all examples came to see.
+
+    Raises:
+        UserInputError: no function for batches, or something that is none.
     """
+    given: Sequence[object] = batches
+    wrong = next((type(one).__name__ for one in given if not callable(one)), "" if batches else "nothing")
+    if wrong:
+        raise UserInputError(f"replay_machine: {wrong} was given for batches; give functions from a step's number to its batch")
     members = {"factory": staticmethod(factory), "batches": batches, "seen": Seen()}
     return type("ReplayMachine", (ReplayMachine,), members)
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from compressor.errors import UserInputError
 from compressor.lifecycle import EventType, Modifier, Session, State
 from compressor.training import Trainer, TrainStep
 from harness.profiles import active_profile
@@ -110,3 +111,9 @@ def test_what_eager_cannot_do_ends_an_example():
     machine = replay_machine(factory, *BATCHES)
     run_state_machine_as_test(machine, settings=spent(0.02))
     assert machine.seen.rules["eager cannot"] > 0
+
+
+@pytest.mark.parametrize(("batches", "what"), [((), "nothing"), ((vectors, vectors(0)), "dict")])
+def test_batches_that_are_no_functions_are_named_at_once(batches, what):
+    with pytest.raises(UserInputError, match=f"replay_machine: {what} was given for batches; give functions"):
+        replay_machine(plain, *batches)
