@@ -24,6 +24,7 @@ _EPS = 64 * torch.finfo(torch.float32).eps
 _LEFT, _LEFT_ON_AVERAGE = 0.6, 0.25
 _UNLIKE, _NOTHING_LOST = 0.05, 1e-6
 _FAR = -1e4  # a bias with which no router chooses an expert
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k")  # settings: experts that a token is sent to
 _BIASES = ("bias", "e_score_correction_bias")
 
 
@@ -275,6 +276,60 @@ def padding(subject: ExpertPruner, context: CheckContext) -> str:
     if not told:
         raise NothingToCheckError("tokens in the place of padding would decide nothing either")
     return f"{3 * len(subject.architectures)} models, of which {told} would choose otherwise if padding counted"
+
+
+@register(
+    None,
+    "too_few",
+    "Where fewer experts would stay than a token is sent to, it says so and changes nothing, or leaves a model that computes",
+    kind="expert_pruner",
+)
+def too_few(subject: ExpertPruner, context: CheckContext) -> str:
+    """Send each token to all experts, so that none can go."""
+    seen = []
+    for architecture in subject.architectures:
+        model = _sent_to_all(build(architecture, seed=context.seed))
+        if model is None:
+            continue
+        base, ids = copy.deepcopy(model), token_ids(model, seed=context.seed)
+        try:
+            _prune(subject, model, ids)
+        except Exception as error:  # the subject may refuse with any class
+            if not str(error).strip():
+                raise CheckFailed(f"{architecture}: {type(error).__name__} came without a message") from error
+            _hold_unchanged(architecture, model, base, ids[0])
+        else:
+            _same(
+                architecture,
+                "with fewer experts than a token was sent to, loaded again,",
+                logits(reloaded(model), ids[0]),
+                logits(model, ids[0]),
+            )
+        seen.append(architecture)
+    if not seen:
+        raise NothingToCheckError("no architecture of the subject says by a known setting to how many experts a token is sent")
+    return f"{len(seen)} architectures: {', '.join(seen)}"
+
+
+def _sent_to_all(model: Any) -> nn.Module | None:
+    """The same weights in a model of its class that sends each token to all experts; None where no known setting says so."""
+    config, number = copy.deepcopy(model.config), len(_layers(model)[0][1].down_proj)
+    names = [name for name in _CHOSEN if isinstance(getattr(config, name, None), int)]
+    for name in names:
+        setattr(config, name, number)
+    other: nn.Module = type(model)(config).eval()
+    other.load_state_dict(model.state_dict())
+    return other if names else None
+
+
+def _hold_unchanged(architecture: str, model: nn.Module, base: nn.Module, ids: Tensor) -> None:
+    """A model that was refused is what it was, in its tensors, its settings and what it computes."""
+    found, wanted = model.state_dict(), base.state_dict()
+    other = sorted(found.keys() ^ wanted.keys()) or [name for name in wanted if not same_bits(found[name], wanted[name])]
+    if other:
+        raise CheckFailed(f"{architecture}: it was refused, and {other[0]} is not what it was")
+    if dict(_settings(model)) != dict(_settings(base)) or not same_bits(logits(model, ids), logits(base, ids)):
+        raise CheckFailed(f"{architecture}: it was refused, and is not the model that it was")
 
 
 @register(

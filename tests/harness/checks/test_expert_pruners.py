@@ -135,3 +135,34 @@ def test_another_reading_of_the_criterion_is_told(reading: str) -> None:
 def test_all_readings_are_told_apart() -> None:
     record = harness.check(Plain(), checks=["expert_pruner.criterion"], draws=False).records[0]
     assert record.outcome == "pass" and "not told" not in record.summary, record.summary
+
+
+class Refuses(Plain):
+    """Of too few experts it raises, or sends tokens to fewer; something happens before."""
+
+    def __init__(self, said: str | None, also: Callable[[Any], object] = lambda model: None) -> None:
+        super().__init__()
+        self._said, self._before = said, also
+
+    @torch.no_grad()
+    def prune(self, model: Any, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        self._before(model)
+        if self._said is not None:
+            raise ValueError(self._said)
+        return super().prune(model, input_ids, masks)
+
+
+TOO_FEW: dict[str, tuple[Refuses, str, str]] = {
+    "in words": (Refuses("too few experts"), "pass", "1 architectures: qwen3_moe"),
+    "fewer for a token": (Refuses(None, _one_for_two), "pass", "1 architectures: qwen3_moe"),
+    "without a word": (Refuses(""), "fail", "ValueError came without a message"),
+    "after a change": (Refuses("too few", _scale("lm_head.weight", 1.01)), "fail", "it was refused, and lm_head.weight is not what it was"),
+    "after another setting": (Refuses("too few", _one_for_two), "fail", "it was refused, and is not the model that it was"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_FEW)
+def test_too_few_experts_are_refused_and_nothing_changes(what: str) -> None:
+    subject, outcome, said = TOO_FEW[what]
+    record = harness.check(subject, checks=["expert_pruner.too_few"], draws=False).records[0]
+    assert record.outcome.value == outcome and said in record.summary, record.summary
