@@ -184,6 +184,7 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy) -> Che
             rows.dead_or_foreign(policy.max_row_gain_error)
             or rows.columns.foreign(policy.max_row_gain_error)
             or rows.columns.shifted()
+            or rows.columns.biased()
             or rows.spoilt_runs(policy.max_run_noise)
         )
         findings += [f"{name}: {line}" for line in lines[:_ROWS_SHOWN]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,7 @@ from harness.validation.format import decoder
 from harness.validation.inspection import inspect_modules
 from harness.validation.loading import load_compressed
 from harness.validation.policy import Policy, SqnrLimits
+from harness.validation.rows import ColumnNoise
 from harness.validation.subject import read_subject
 from harness.validation.weights import check_weights
 
@@ -200,6 +202,37 @@ def test_one_wrong_scale_among_hundreds_is_caught_and_located(workspace, compres
     found = records(workspace.base, checkpoint.folder)
     assert found["weights.sqnr"].outcome == "pass"
     assert found["weights.scales"].findings[0].startswith(f"{MODULE}: row 10, group 2 is stretched by 1.89")
+
+
+ROUNDINGS = {"down": torch.floor, "up": torch.ceil, "nearest": torch.round}
+
+
+@pytest.mark.parametrize("way", ROUNDINGS)
+def test_codes_that_were_rounded_to_one_side_are_caught(workspace, compressed, way):
+    checkpoint = compressed("W8A8")
+    base = load_file(workspace.base / "model.safetensors")[f"{MODULE}.weight"].float()
+
+    def anew(tensors):
+        steps = base / tensors[SCALE].float()
+        tensors[f"{MODULE}.weight"] = ROUNDINGS[way](steps).clamp(-128, 127).to(torch.int8)
+
+    checkpoint.edit(anew)
+    found = records(workspace.base, checkpoint.folder)
+    assert found["weights.sqnr"].outcome == found["weights.scales"].outcome == "pass"
+    lines = found["weights.rows"].findings
+    said = {
+        "down": "off by -0.49 steps on average: they were rounded down",
+        "up": "off by +0.48 steps on average: they were rounded up",
+    }.get(way)
+    assert bool(lines) is bool(said) and all(line.startswith(f"{MODULE}: its codes are {said}") for line in lines)
+
+
+def test_equal_values_that_round_to_one_side_are_sound():
+    """Four tenths of a step lie nearest to zero, all of them; a mean alone would call that rounding down."""
+    for w, said in ((np.full((32, 64), 0.4), ""), (np.tile(np.linspace(0.01, 0.99, 64), (32, 1)), "rounded down")):
+        noise = ColumnNoise(np.zeros(64, int), is_integer=True)
+        noise.add(w, np.zeros_like(w), np.ones_like(w), np.zeros(w.shape, bool))
+        assert bool(noise.biased()) is bool(said) and all(said in line for line in noise.biased())
 
 
 def test_a_limit_that_lets_decoys_through_makes_the_check_inconclusive(workspace, pristine):
