@@ -12,7 +12,9 @@ import pytest
 
 # A signal in the midst of the imports, whatever the machine's speed: at the first import of a module, while text is executed.
 STOPPED = """
-import os, sys, time
+import os, signal, sys, time
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background may ignore it
 
 class Stop:
     def find_spec(self, name, *rest):
