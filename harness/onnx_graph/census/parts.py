@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import onnx_ir as ir
 
@@ -15,6 +15,9 @@ from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.view import GraphView
 
 _CUTS = frozenset({"Split", "Slice", "Gather", "GatherND", "GatherElements", "Compress", "SplitToSequence", "SequenceAt", "DynamicSlice"})
+
+_KEEPS = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Identity", "Cast", "Mul", "Div", "Add", "Sub", "Neg"})
+"""Operators behind which there is as much as before them."""
 
 _MOVES = _CUTS | {"Concat", "Tile", "ScatterElements", "ScatterND", "Pad", "ReverseSequence"}
 
@@ -63,10 +66,11 @@ def takes_a_part(view: GraphView, shapes: Shapes, layer: Projection, value: ir.V
     """
     if value is None:
         return False
-    sizes = [_size(shapes.of(one)) for one in (layer.node.outputs[0], value)]
-    if sizes[0] is not None and sizes[1] is not None and sizes[0][1] == sizes[1][1]:
-        return sizes[1][0] < sizes[0][0]
     path = path_between(view, layer, value, data_only=True)
+    whole = _size(shapes.of(layer.node.outputs[0]))
+    taken = None if whole is None else _last_size(view, shapes, {layer.node, *path}, value, whole[1])
+    if whole is not None and taken is not None:
+        return taken < whole[0]
     return any(node.op_type in _CUTS or _is_narrow(shapes, node) for node in path)
 
 
@@ -122,6 +126,17 @@ def _told(constants: Constants, node: ir.Node) -> str:
     held = [constants.of(one) for one in node.inputs[1:]]
     given = [None if one is None else (one.shape, one.tobytes()) for one in held]
     return f"{node.op_type} {sorted((name, str(one.value)) for name, one in node.attributes.items())} {len(node.outputs)} {given}"
+
+
+def _last_size(view: GraphView, shapes: Shapes, path: Set[ir.Node], value: ir.Value, names: Counter[str]) -> int | None:
+    """The size of the last value, over axes of these names, that all of this one comes from: exporters reshape to what they compute."""
+    while (size := _size(shapes.of(value))) is None or size[1] != names:
+        node = value.producer()
+        carrying = [] if node is None or node.op_type not in _KEEPS else [one for one in view.data_inputs(node) if one.producer() in path]
+        if len(carrying) != 1:
+            return None
+        value = carrying[0]
+    return size[0]
 
 
 def _is_narrow(shapes: Shapes, node: ir.Node) -> bool:

@@ -201,3 +201,21 @@ def test_a_role_that_is_packed_with_what_is_no_role_of_its_block_has_no_layer_of
     told = census(after).text()
     assert ("lies packed with" in told) is (name in ("Q of two blocks", "Q with V of another")), told
     assert ("takes a part of MatMul p0 32x64" in told) is (name == "Q with a gate"), told
+
+
+UNNAMED = "t = Shape(x) t0 = Gather(t, i0) z = Sub(t0, t0) l = Max(by_head, z) kb = Transpose<perm = [0, 2, 1, 3]>(kx) kd = Reshape(kb, l) "
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_layer_whose_halves_turn_before_a_size_that_nobody_knows_is_taken_whole(wide: bool) -> None:
+    """Rotary positions cut K and join it; behind them the dynamo exporter reshapes to sizes that it computes. Half of a layer is a part."""
+    layers = "a0 = MatMul(x, own0) p1 = MatMul(x, own1) a2 = MatMul(x, own2) "
+    layers += "a1, gate = Split<axis = 2, num_outputs = 2>(p1) " if wide else "a1 = Identity(p1) "
+    heads = "".join(HEAD.format(role, f"a{at}") for at, role in enumerate("qkv")) + ROTARY.format("q") + ROTARY.format("k")
+    core = "kt = Transpose<perm = [0, 2, 3, 1]>(kd) s0 = MatMul(qx, kt) w = Softmax(s0) c = MatMul(w, v) y = Identity(c)"
+    model = _model(f"{layers}{heads}{UNNAMED}{core}")
+    for at, width in enumerate((WIDTH, WIDTH * (1 + wide), WIDTH)):
+        weight = np.random.default_rng(at).standard_normal((WIDTH, width)).astype(np.float32)
+        model.graph.initializer.append(numpy_helper.from_array(weight, f"own{at}"))
+    (block,) = census(model).blocks
+    assert (block.status.name, block.note) == ("SEPARATE", "K takes a part of MatMul p1 32x64" if wide else "")
