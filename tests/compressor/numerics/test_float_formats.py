@@ -66,10 +66,11 @@ def theirs(preset: str):
 
 
 def their_global_scale(low: Tensor, high: Tensor) -> Tensor:
-    """Theirs, but in float32 where theirs overflows in float16 and becomes 1, which leaves small weights without precision."""
-    overflows = 448.0 * 6 / max(float(low.abs().max()), float(high.abs().max()), 1e-30) > torch.finfo(low.dtype).max
-    wide = (low.float(), high.float()) if overflows else (low, high)
-    return generate_gparam(wide[0].min(), wide[1].max())
+    """Theirs, but in float32 where it overflows in float16, and the largest number where it does there: 1 would leave small weights none."""
+    largest = max(float(low.abs().max()), float(high.abs().max()))
+    wide = (low.float(), high.float()) if 448.0 * 6 / max(largest, 1e-30) > torch.finfo(low.dtype).max else (low, high)
+    found, most = generate_gparam(wide[0].min(), wide[1].max()), torch.finfo(torch.float32).max
+    return torch.full_like(found, most) if largest and 448.0 * 6 / largest > most else found
 
 
 def test_fp4_rounds_to_the_nearest_and_ties_to_even() -> None:
