@@ -66,7 +66,7 @@ def theirs(preset: str):
 
 
 def their_global_scale(low: Tensor, high: Tensor) -> Tensor:
-    """Theirs, but in float32 where it overflows in float16, and the largest number where it does there: 1 would leave small weights none."""
+    """Theirs, but in float32 where it overflows in float16, and the largest number where it does there: 1 leaves small weights none."""
     largest = max(float(low.abs().max()), float(high.abs().max()))
     wide = (low.float(), high.float()) if 448.0 * 6 / max(largest, 1e-30) > torch.finfo(low.dtype).max else (low, high)
     found, most = generate_gparam(wide[0].min(), wide[1].max()), torch.finfo(torch.float32).max
