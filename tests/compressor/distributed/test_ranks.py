@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     "gptq, suspended": {"GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"a": GROUPED}}},
     "gptq and training": {"GPTQModifier": {"mode": "best", "ignore": ["lm_head"], "config_groups": {"a": GROUPED}}},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the ranks have: learned values depend on the number of threads in their last digits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
