@@ -53,15 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     if num_ranks() > 1 and args.verb not in _SHARED_BY_RANKS:
-        refused = args.verb not in _BY_THE_FIRST_RANK
-        if refused and is_first_rank():
+        if args.verb in _BY_THE_FIRST_RANK:
+            return _guarded(args) if is_first_rank() else EXIT_OK
+        if is_first_rank():
             shared = ", ".join(_SHARED_BY_RANKS)
             print(
                 f"compressor {args.verb}: error: {num_ranks()} ranks were started, and only {shared} shares its work; start one",
                 file=sys.stderr,
             )
-        if refused or not is_first_rank():
-            return EXIT_USAGE if refused else EXIT_OK
+        return EXIT_USAGE
     return _guarded(args)
 
 
