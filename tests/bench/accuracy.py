@@ -16,7 +16,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from compressor.errors import CompressorError
 from tests.bench.peer import BenchPlan, run_job
+from tests.reference_model.minilm import make_minilm
 
 GOLDEN = Path("golden")
 NUM_RESAMPLES = 10_000
@@ -34,13 +35,18 @@ PEER = "peer"
 
 @dataclass(frozen=True)
 class Judged:
-    """A model, the sizes of groups that its weights take, the class of its layers, and formats in which transformers does not load it."""
+    """A model, the sizes of groups that its weights take, the class of its layers, and formats in which transformers does not load it.
 
-    folder: Path
+    A folder of None is made in the output folder.
+    """
+
+    folder: Path | None
     group_sizes: Mapping[int, int]
     layer: str
     ignore: tuple[str, ...] = ("lm_head",)
     only_ours: tuple[str, ...] = ()
+    loss: str = "loss"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of our `oneshot`
 
 
 MODELS = {
@@ -49,6 +55,7 @@ MODELS = {
     "qwen3_moe": Judged(
         GOLDEN / "judges" / "qwen3_moe", {4: 32, 3: 32}, "Qwen3MoeDecoderLayer", ("lm_head", "re:.*mlp.gate$"), ("NVFP4", "NVFP4A16")
     ),
+    "minilm": Judged(None, {4: 128, 3: 64}, "BertLayer", ("pooler.dense",), loss="1 - cosine", options={"model_class": "BertModel"}),
 }
 
 # Symmetric integers of so many bits in groups, or a preset that both know.
@@ -190,16 +197,18 @@ def judge(name: str, form: str, way: str, args: argparse.Namespace) -> dict[str,
         return dict(json.loads(kept.read_text(encoding="utf-8")))
     model, work = MODELS[name], args.output_dir / "work"
     work.mkdir(parents=True, exist_ok=True)
+    if (folder := model.folder) is None:
+        make_minilm(folder := args.output_dir / name)
     settings, options = WAYS.get(way, ({}, {}))
     recipe = work / "recipe.yaml"
     recipe.write_text(json.dumps(recipe_of(model, form, settings)), encoding="utf-8")
-    tokens = {kind: model.folder / f"{kind}.safetensors" for kind in ("calibration", "heldout")}
-    plan = BenchPlan(model.folder, recipe, tokens["calibration"], tokens["heldout"], args.peer_python, num_threads=args.num_threads)
+    tokens = {kind: folder / f"{kind}.safetensors" for kind in ("calibration", "heldout")}
+    plan = BenchPlan(folder, recipe, tokens["calibration"], tokens["heldout"], args.peer_python, num_threads=args.num_threads)
     plan.check()
     shutil.rmtree(work / "out", ignore_errors=True)
-    paths = {"model": model.folder, "recipe": recipe, "calibration": plan.calibration, "output_dir": work / "out"}
+    paths = {"model": folder, "recipe": recipe, "calibration": plan.calibration, "output_dir": work / "out"}
     job = {key: str(path.resolve()) for key, path in paths.items()}
-    job |= {"num_samples": plan.num_samples, "seq_len": plan.seq_len, "device": plan.device, "options": options}
+    job |= {"num_samples": plan.num_samples, "seq_len": plan.seq_len, "device": plan.device, "options": {**model.options, **options}}
     run, _ = run_job(plan, "peer" if way == PEER else "ours", "compress", job, work)
     reader = "ours" if form in model.only_ours or form in ONLINE else "transformers"
     compared = {"base": job["model"], "model": job["output_dir"], "heldout": str(plan.heldout.resolve())}
@@ -230,15 +239,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for way in args.ways:
                     console.print(f"{name}, {form}: {way}")
                     rows[way] = judge(name, form, way, args)
-                Console(width=110).print(_table(f"{name}, {form}", rows))
+                Console(width=110).print(_table(f"{name}, {form}", rows, MODELS[name].loss))
     except CompressorError as error:
         console.print(f"tests.bench.accuracy: {error}", markup=False, soft_wrap=True)
         return 3
     return 0
 
 
-def _table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    table = Table("way", "KL to the base", "to the peer's", "95 % interval", "loss", "s", "MB", title=title, title_justify="left")
+def _table(title: str, rows: Mapping[str, Mapping[str, Any]], loss: str) -> Table:
+    table = Table("way", "KL to the base", "to the peer's", "95 % interval", loss, "s", "MB", title=title, title_justify="left")
     for way, row in rows.items():
         value, low, high = ratio(row["kl"], rows[PEER]["kl"])
         cells = [f"{statistics.fmean(row['kl']):.6f}", f"{value:.3f}", f"{low:.3f} to {high:.3f}", f"{statistics.fmean(row['losses']):.4f}"]

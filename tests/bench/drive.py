@@ -63,7 +63,7 @@ def run_peer(settings: dict[str, Any]) -> dict[str, Any]:
     dataset = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
     meter.lap("data")
     runner = Oneshot(
-        model=settings["model"],
+        **_for_peer(settings["model"]),
         recipe=settings["recipe"],
         dataset=dataset,
         output_dir=settings["output_dir"],
@@ -110,27 +110,44 @@ def divergence(settings: dict[str, Any]) -> dict[str, Any]:
     Args:
         settings: model, base, heldout, device, and `reader`: "ours" for experts that transformers does not unpack.
     Returns:
-        `kl`: KL(base || model) and `losses`: cross entropy of the next token, in nats per token, one number a sequence each.
+        `kl`: KL(base || model) and `losses`: cross entropy of the next token, in nats per token, one number a sequence each. Of an
+        encoder of sentences: KL of which sentence is found to be next to a sentence, and cosine distance of its embeddings.
     """
     import torch
     from safetensors.torch import load_file
-    from transformers import AutoModelForCausalLM
 
     from compressor import load_compressed
 
-    base = AutoModelForCausalLM.from_pretrained(settings["base"]).to(settings["device"]).eval()
+    kind = _class_of(settings["base"])
+    base = kind.from_pretrained(settings["base"]).to(settings["device"]).eval()
     if settings["reader"] == "ours":
         model: Any = load_compressed(settings["model"], device=settings["device"]).eval()
     else:
-        model = AutoModelForCausalLM.from_pretrained(settings["model"]).to(settings["device"]).eval()
-    found: dict[str, list[float]] = {"kl": [], "losses": []}
+        model = kind.from_pretrained(settings["model"]).to(settings["device"]).eval()
+    batches = [ids.to(settings["device"]) for ids in load_file(settings["heldout"])["input_ids"].long().split(8)]
     with torch.no_grad():
-        for ids in load_file(settings["heldout"])["input_ids"].long().split(8):
-            batch = ids.to(settings["device"])
-            theirs, ours = (one(input_ids=batch).logits[:, :-1].float().log_softmax(-1) for one in (base, model))
-            found["kl"] += (theirs.exp() * (theirs - ours)).sum(-1).mean(1).tolist()
-            found["losses"] += (-ours.gather(-1, batch[:, 1:, None])).mean((1, 2)).tolist()
+        return (_of_tokens if _has_head(settings["base"]) else _of_embeddings)(base, model, batches)
+
+
+def _of_tokens(base: Any, model: Any, batches: list[Any]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"kl": [], "losses": []}
+    for batch in batches:
+        theirs, ours = (one(input_ids=batch).logits[:, :-1].float().log_softmax(-1) for one in (base, model))
+        found["kl"] += (theirs.exp() * (theirs - ours)).sum(-1).mean(1).tolist()
+        found["losses"] += (-ours.gather(-1, batch[:, 1:, None])).mean((1, 2)).tolist()
     return found
+
+
+def _of_embeddings(base: Any, model: Any, batches: list[Any]) -> dict[str, list[float]]:
+    """Each sentence asks for the others by cosine similarity over 0.05, the temperature of contrastive training (SimCSE, 2104.08821)."""
+    import torch
+    from torch.nn.functional import normalize
+
+    pooled = (torch.cat([one(input_ids=batch).last_hidden_state.double().mean(1) for batch in batches]) for one in (base, model))
+    theirs, ours = (normalize(one, dim=-1) for one in pooled)
+    itself = torch.eye(len(theirs), dtype=torch.bool, device=theirs.device)
+    wanted, found = ((one @ one.T / 0.05).masked_fill(itself, -1e4).log_softmax(-1) for one in (theirs, ours))
+    return {"kl": (wanted.exp() * (wanted - found)).sum(-1).tolist(), "losses": (1 - (theirs * ours).sum(-1)).tolist()}
 
 
 class _Meter:
@@ -161,10 +178,31 @@ def _import_model_class(model: str) -> None:
     """Have transformers import the code of this model's class, and what saves and loads it, without making a weight."""
     import compressed_tensors  # noqa: F401
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from transformers import AutoConfig, AutoTokenizer  # noqa: F401
 
     with torch.device("meta"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        _class_of(model).from_config(AutoConfig.from_pretrained(model))
+
+
+def _has_head(model: str) -> bool:
+    from transformers import AutoConfig
+
+    return any(name.endswith("ForCausalLM") for name in AutoConfig.from_pretrained(model).architectures)
+
+
+def _class_of(model: str) -> Any:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    return AutoModelForCausalLM if _has_head(model) else AutoModel
+
+
+def _for_peer(model: str) -> dict[str, Any]:
+    """Return a folder as it is; what has no head the peer takes in memory only: from a folder it makes a head of random numbers."""
+    from transformers import AutoModel, AutoTokenizer
+
+    if _has_head(model):
+        return {"model": model}
+    return {"model": AutoModel.from_pretrained(model), "tokenizer": AutoTokenizer.from_pretrained(model)}
 
 
 def _peak_rss_bytes() -> int:
