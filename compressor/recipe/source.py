@@ -87,8 +87,11 @@ def _is_file(text: str) -> bool:
 
 
 def _similar_files(path: Path) -> str:
-    siblings = sorted(found.name for found in path.parent.glob("*") if found.suffix in RECIPE_SUFFIXES)
-    return suggest(path.name, siblings) if siblings else "give the path of a .yaml, .yml, .json or .md file"
+    """Advice from what lies beside it: any file of a like name; else those that are surely recipes, as a model's .json and .md are not."""
+    siblings = sorted(found.name for found in path.parent.glob("*") if found.suffix in RECIPE_SUFFIXES and found.stem.lower() != "readme")
+    sure = [name for name in siblings if name.endswith((".yaml", ".yml"))]
+    otherwise = suggest(path.name, sure) if sure else "give the path of a .yaml, .yml, .json or .md file"
+    return suggest(path.name, siblings, otherwise)
 
 
 def _read_file(path: Path) -> Document:

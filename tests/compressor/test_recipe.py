@@ -476,6 +476,14 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path) -> None:
     for source in (tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml")):
         with pytest.raises(RecipeError, match=r"recipe.yaml: there is no such recipe file; give the path of a .yaml"):
             load_recipe(source)
+    for name in ("README.md", "config.json"):  # of a model, and no recipes
+        (tmp_path / name).write_text("")
+    for source in (tmp_path / "recipe.yaml", str(tmp_path / "recipe.md")):
+        with pytest.raises(RecipeError, match=r"there is no such recipe file; give the path of a .yaml"):
+            load_recipe(source)
+    (tmp_path / "w4.yml").write_text("")
+    with pytest.raises(RecipeError, match=r"there is no such recipe file; choose from w4.yml$"):
+        load_recipe(tmp_path / "recipe.yaml")
     (tmp_path / "recipes.yaml").write_text("")
     for source in (tmp_path / "recipe.yaml", str(tmp_path / "recipe.yaml")):
         with pytest.raises(RecipeError, match=r"did you mean 'recipes.yaml'\?"):
