@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -141,6 +142,8 @@ class Inspection:
         source = self.record.get("source")
         made_of = f" of {source['name']}, commit {source['commit']}" if source else ""
         said = [f"made with {versions}{made_of}", f"calibrated with {read}; seed {self.record.get('seed')}"]
+        pruned = Counter(one.get("details", {}).get("pruned") for one in self.record.get("modules", {}).values())
+        said += [f"pruned: {count:,} modules to {what}" for what, count in pruned.items() if what is not None]
         fallbacks = self.record.get("fallbacks", [])
         said.append(f"fallbacks: {len(fallbacks)}")
         said += [f"  {one['module']}: {one['detail']}" for one in fallbacks]

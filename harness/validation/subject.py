@@ -19,7 +19,7 @@ from harness.validation.format.experts import PrunedExperts
 from harness.validation.format.fused import with_single_experts
 from harness.validation.format.record import read_record
 from harness.validation.format.scheme import ConfigGroup, read_config_groups
-from harness.validation.format.transforms import Transform, read_transforms, transformed
+from harness.validation.format.transforms import Transform, read_transforms, transformed, transposed_modules
 from harness.validation.loading import fused_layouts, module_classes
 
 
@@ -38,6 +38,7 @@ class Subject:
         moved: scales that were moved in the base before it was compressed; `base` has them moved.
         pruned: modules that compression.json says were pruned, and whether the weights that were kept were changed as well.
         unreadable: what is wrong with that part of compression.json.
+        transposed: modules whose weight lies as [in, out] where it is not quantized.
     """
 
     base: Checkpoint
@@ -50,6 +51,7 @@ class Subject:
     moved: tuple[Transform, ...] = ()
     pruned: Mapping[str, bool] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
+    transposed: frozenset[str] = frozenset()
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
@@ -124,6 +126,7 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
         moved=moved,
         pruned=_pruned(record or {}) | {name.removesuffix(".weight"): True for name in _refitted(moved, shown)},
         unreadable=tuple(unreadable),
+        transposed=transposed_modules(classes),
     )
     return _with_modules(subject, classes)
 

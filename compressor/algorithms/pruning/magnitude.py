@@ -36,6 +36,17 @@ class Pattern(NamedTuple):
         """The share of zeros that the pattern leaves room for."""
         return 1 - self.keep / self.of
 
+    def stands_in(self, weight_RC: Tensor) -> bool:
+        """Say whether no run of a weight keeps more than it may.
+
+        Args:
+            weight_RC: [R, C], of whole runs.
+
+        Returns:
+            True where it does not.
+        """
+        return bool((weight_RC.unflatten(-1, (-1, self.of)).ne(0).sum(-1) <= self.keep).all())
+
 
 class Blocks(NamedTuple):
     """Weights go in blocks of `rows` times `columns`; None: all there are, so that one of (1, None) is a row, of (None, 1) a column.
@@ -80,6 +91,17 @@ class Blocks(NamedTuple):
         """
         high, wide = (part or size for size, part in zip(shape, self, strict=False))
         return (shape[0] // high) * (shape[1] // wide)
+
+    def num_zero(self, weight: Tensor) -> int:
+        """Say how many blocks of a weight are nothing but zeros.
+
+        Args:
+            weight: [R, C, ...], of which `fit` is true.
+
+        Returns:
+            Their number.
+        """
+        return int((self.view(weight) == 0).all(4).all(3).all(1).sum())
 
 
 def num_zeros(sparsity: float, total: int) -> int:

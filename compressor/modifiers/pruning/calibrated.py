@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -47,7 +46,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
 
     _pending: dict[str, nn.Module] = PrivateAttr(default_factory=dict)
     _shares: dict[str, float] = PrivateAttr(default_factory=dict)
-    _zeros: dict[str, float] = PrivateAttr(default_factory=dict)
+    _zeros: dict[str, int] = PrivateAttr(default_factory=dict)
 
     @field_validator("sparsity_profile", mode="before")
     @classmethod
@@ -74,7 +73,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         given = self.sparsity if isinstance(self.sparsity, list) else [self.sparsity]
-        pattern = self.pattern
+        pattern = self.structure
         if pattern is not None and any(abs(one - pattern.sparsity) > 1e-9 for one in given):
             raise RecipeError(
                 f"sparsity={self.sparsity} is not that of mask_structure={self.mask_structure!r}, of which {pattern.keep} of {pattern.of} "
@@ -91,9 +90,15 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         return self
 
     @property
-    def pattern(self) -> Pattern | None:
-        """Of which neighbours may go; None for any."""
+    def structure(self) -> Pattern | None:
+        """Which neighbours may go; None for any."""
         return None if self.mask_structure == _ANY else pattern_of(self.mask_structure)
+
+    @property
+    def why_fewer(self) -> str:
+        """What moves zeros, and what to do."""
+        keeps = "GPTQModifier keeps them with preserve_sparsity_mask, AutoRoundModifier and rounding in any case"
+        return f"what came after it changed them: {keeps}"
 
     @property
     def phase(self) -> tuple[float, float]:
@@ -107,7 +112,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
 
     def scheme_label(self) -> str:
         """Return in words what targeted modules get."""
-        structure = "unstructured" if self.pattern is None else self.mask_structure
+        structure = "unstructured" if self.structure is None else self.mask_structure
         if isinstance(self.sparsity, list):
             return f"{structure}, {min(self.sparsity):.4g} to {max(self.sparsity):.4g} zeros"
         return f"{structure}, {100 * self.sparsity:.4g}% zeros" + (", by outliers" if self.sparsity_profile else "")
@@ -127,13 +132,13 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         """
         found = super().prunable(model)
         self._check_alone(model, found)
-        if self.pattern is not None:
+        if self.structure is not None:
             shapes = {name: tuple(weight_rows(module).shape) for name, module in found.items()}
-            bad = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape[1] % self.pattern.of]
+            bad = [f"{name} {list(shape)}" for name, shape in shapes.items() if shape[1] % self.structure.of]
             if bad:
                 listed = ", ".join(bad[:3]) + (", ..." if bad[3:] else "")
                 raise SchemeError(
-                    f"{len(bad)} modules: the rows of {listed} do not divide into runs of {self.pattern.of} for {self.mask_structure}; "
+                    f"{len(bad)} modules: the rows of {listed} do not divide into runs of {self.structure.of} for {self.mask_structure}; "
                     "add them to ignore"
                 )
         return found
@@ -200,30 +205,22 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
                 "before those that quantize"
             )
         del self._pending[name]
-        self._zeros[name] = float((pruned_RC == 0).double().mean())
+        self._zeros[name] = int((pruned_RC == 0).sum())
         state.own_tensors(name)
         weight_rows(state.model.get_submodule(name)).copy_(pruned_RC)
         state.report.modules[name] = ModuleRecord(name, type(self).__name__, self.scheme_label(), error, num_tokens, dict(details))
 
     def on_finalize(self, state: State) -> bool:
-        """Report what is zero now, and how much of that another modifier has changed."""
+        """Report what is zero now."""
         if self._pending:
             raise CalibrationError(f"{self.label}: {some(self._pending)} are not pruned yet; run a calibration first")
-        done = super().on_finalize(state)
-        sizes = {name: module.get_parameter("weight").numel() for name, module in self._modules.items()}
-        lost = sum(max(0.0, self._zeros[name] - float(state.report.modules[name].details["sparsity"])) * sizes[name] for name in sizes)
-        total = sum(self._zeros[name] * sizes[name] for name in sizes)
-        if lost >= 1:
-            state.report.notes.append(
-                f"{self.label}: at least {lost:,.0f} of the {total:,.0f} weights that were pruned are not zero at the end; what came after "
-                "it changed them: GPTQModifier keeps them with preserve_sparsity_mask, AutoRoundModifier and rounding in any case"
-            )
-        return done
+        return super().on_finalize(state)
 
-    def record(self, state: State, name: str, sparsity: float) -> None:
-        """Note the share of zeros that a module has at the end, whoever has it now."""
-        known = state.report.modules[name]
-        state.report.modules[name] = replace(known, details={**known.details, "sparsity": sparsity})
+    def fewer(self, zeros: Mapping[str, int], sizes: Mapping[str, int], num_wanted: int) -> str | None:
+        """Say how many of the zeros that were chosen another modifier has changed, where it has."""
+        del sizes, num_wanted
+        lost = sum(max(0, chosen - zeros[name]) for name, chosen in self._zeros.items())
+        return f"at least {lost:,} of the {sum(self._zeros.values()):,} weights that were pruned are not zero at the end" if lost else None
 
     def prune_by_size(self, state: State, name: str, kind: str = "no_tokens", detail: str = "no calibration token reached it") -> None:
         """Prune a module of which nothing else is known by the sizes of its weights: a fallback, which the recipe must allow.
@@ -236,7 +233,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         """
         self.fall_back(state, name, kind, detail)
         weight_RC = weight_rows(self._pending[name])
-        (gone_RC,) = pruned_weights([weight_RC], self.share_of(name), self.pattern, names=[name])
+        (gone_RC,) = pruned_weights([weight_RC], self.share_of(name), self.structure, names=[name])
         error = float(removed_share(weight_RC, gone_RC))
         self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, None, {"fallback": kind})
 

@@ -109,7 +109,7 @@ class MagnitudePruningModifier(PruningModifier):
             raise RecipeError(
                 f"init_sparsity={self.init_sparsity} is above final_sparsity={self.final_sparsity}, and zeros do not come back; give less"
             )
-        pattern = structure_of(self.mask_structure)
+        pattern = self.structure
         if isinstance(pattern, Blocks) and self.apply_globally:
             raise RecipeError(
                 f"mask_structure={self.mask_structure!r}: with apply_globally blocks of different sizes would be compared; "
@@ -150,6 +150,11 @@ class MagnitudePruningModifier(PruningModifier):
         return self.start, math.inf if self.leave_enabled else self.end
 
     @property
+    def structure(self) -> Pattern | Blocks | None:
+        """Which weights may go, and which go together; None for any."""
+        return structure_of(self.mask_structure)
+
+    @property
     def wanted_sparsity(self) -> float:
         """The share of zeros that a finished run should have."""
         return self.final_sparsity
@@ -163,7 +168,7 @@ class MagnitudePruningModifier(PruningModifier):
         Returns:
             Their number: of blocks, the weights in whole ones.
         """
-        blocks = structure_of(self.mask_structure)
+        blocks = self.structure
         if not isinstance(blocks, Blocks):
             return super().num_wanted(weight)
         count = blocks.count(weight.shape)
@@ -200,7 +205,7 @@ class MagnitudePruningModifier(PruningModifier):
             SchemeError: weights do not divide into runs or blocks of the structure (all such modules are named).
         """
         found = super().prunable(model)
-        pattern = structure_of(self.mask_structure)
+        pattern = self.structure
         if pattern is None:
             return found
         shapes = {name: tuple(weight_rows(module).shape) for name, module in found.items()}
@@ -243,7 +248,7 @@ class MagnitudePruningModifier(PruningModifier):
         self._prune(self.final_sparsity)
 
     def _prune(self, sparsity: float) -> None:
-        names, structure = list(self._modules), structure_of(self.mask_structure)
+        names, structure = list(self._modules), self.structure
         masks = pruned_weights(self.weights(), sparsity, structure, together=self.apply_globally, names=names)
         self.write_masks(masks)
         self._sparsity = sparsity

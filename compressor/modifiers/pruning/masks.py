@@ -8,6 +8,7 @@ STRUCTURE and part of `plan_key`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,13 +16,16 @@ import torch
 from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from torch import Tensor, nn
 
-from compressor.algorithms.pruning.magnitude import num_zeros, removed_share
+from compressor.algorithms.pruning.magnitude import Blocks, Pattern, num_zeros, removed_share
 from compressor.errors import LifecycleError, TargetError
 from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
+from compressor.lifecycle.state import Detail
+from compressor.model.folder import some
 from compressor.model.targets import check_patterns, loose_patterns, overlaps_itself, resolve_layers, share_values
 from compressor.nn import QuantizedLayer
 from compressor.nn.quantized_linear import is_conv1d
 
+_WHOLE_RUN = (-math.inf, math.inf)  # a phase beside which no modifier has another
 _MORE_ZEROS = (
     "more would become zero than was asked for; add it to ignore, or give it memory of its own: "
     "module.weight = nn.Parameter(module.weight.detach().clone(memory_format=torch.contiguous_format))"
@@ -101,17 +105,20 @@ class PruningModifier(Modifier):
                 f"{self.label}: it never pruned, because start={self.start} was not reached; "
                 "give a start within the training, or no start for oneshot"
             )
-        zeros, wanted, total = 0, 0, 0
+        zeros, sizes, num_wanted, broken = {}, {}, 0, []
         for name in self._modules:
             weight = _present_weight(state.model.get_submodule(name))
-            found = int((weight == 0).sum())
-            self.record(state, name, found / weight.numel())
-            zeros, total = zeros + found, total + weight.numel()
-            wanted += self.num_wanted(weight)
-        if zeros < wanted:
-            state.report.notes.append(
-                f"{self.label}: {zeros / total:.1%} of the weights are zero at the end, not {self.wanted_sparsity:.1%}; {self.why_fewer}"
-            )
+            zeros[name], sizes[name] = int((weight == 0).sum()), weight.numel()
+            num_wanted += self.num_wanted(weight)
+            if not self.stands_in(weight):
+                broken.append(name)
+        said = self.fewer(zeros, sizes, num_wanted)
+        if said is None and broken:
+            said = f"{self.scheme_label()} does not stand in {some(broken)} at the end"
+        if said is not None:
+            state.report.notes.append(f"{self.label}: {said}; {self.why_fewer}")
+        for name in self._modules:
+            self.record(state, name, zeros[name] / sizes[name], stands=said is None)
         self._pruned, self._active = {}, False
         return True
 
@@ -203,6 +210,40 @@ class PruningModifier(Modifier):
         """
         return num_zeros(self.wanted_sparsity, weight.numel())
 
+    def fewer(self, zeros: Mapping[str, int], sizes: Mapping[str, int], num_wanted: int) -> str | None:
+        """Say that fewer weights are zero at the end than should be.
+
+        Args:
+            zeros: number of zeros of each module.
+            sizes: number of weights of each.
+            num_wanted: how many should be zero, of all together.
+
+        Returns:
+            The first half of a note; None where there are as many.
+        """
+        found = sum(zeros.values())
+        share = found / max(1, sum(sizes.values()))
+        return f"{share:.1%} of the weights are zero at the end, not {self.wanted_sparsity:.1%}" if found < num_wanted else None
+
+    @property
+    def structure(self) -> Pattern | Blocks | None:
+        """In which places zeros may lie; None for any."""
+        return None
+
+    def stands_in(self, weight: Tensor) -> bool:
+        """Say whether the zeros of a weight lie where `structure` wants them.
+
+        Args:
+            weight: as `weights` gives it.
+
+        Returns:
+            True where they do.
+        """
+        structure = self.structure
+        if isinstance(structure, Blocks):
+            return structure.num_zero(weight) >= num_zeros(self.wanted_sparsity, structure.count(weight.shape))
+        return structure is None or structure.stands_in(weight)
+
     @property
     def why_fewer(self) -> str:
         """Why less is zero at the end than was wanted, and what to do."""
@@ -245,21 +286,26 @@ class PruningModifier(Modifier):
         """Return the weights, detached, [R, C] for linear layers; in the order of the modules."""
         return [weight_rows(module) for module in self._modules.values()]
 
-    def record(self, state: State, name: str, sparsity: float) -> None:
-        """Note the share of zeros that a module has at the end.
+    def record(self, state: State, name: str, sparsity: float, stands: bool) -> None:
+        """Note the share of zeros that a module has at the end, and what was pruned where that stands, whoever has the module now.
 
         Args:
             state: of the run; its report changes.
             name: dotted module name.
             sparsity: the share.
+            stands: there are as many zeros as were wanted, where they were wanted.
         """
         known = state.report.modules.get(name)
         if known is None:
             removed = self._removed.get(name)
             known = ModuleRecord(name, type(self).__name__, self.scheme_label(), 0.0 if removed is None else float(removed))
-        elif self.phase is not None and known.modifier == type(self).__name__:  # at another time, else it would have been refused
+        elif self.phase not in (None, _WHOLE_RUN) and known.modifier == type(self).__name__:
             known = dataclasses.replace(known, scheme=f"{known.scheme}, {self.scheme_label()}")
-        state.report.modules[name] = dataclasses.replace(known, details={**known.details, "sparsity": sparsity})
+        details: dict[str, Detail] = {**known.details, "sparsity": sparsity}
+        if self.phase is not None and stands:
+            said = known.details.get("pruned")  # by another such modifier, at another time
+            details["pruned"] = self.scheme_label() if said is None else f"{said}; {self.scheme_label()}"
+        state.report.modules[name] = dataclasses.replace(known, details=details)
 
 
 def _has_rows(module: nn.Module) -> bool:

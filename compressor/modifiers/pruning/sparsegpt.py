@@ -134,7 +134,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
         for name in [name for name in stage.modules if name in self._pending]:
             self.remove_hooks(self._handles_of.pop(name, []))
             del self._pending[name]
-            self._zeros[name] = float(stage.memory[name])
+            self._zeros[name] = int(stage.memory[name])
         self.restore_fallbacks(stage.memory)
 
     def _watch(self, name: str, hook: InputHook) -> None:
@@ -194,7 +194,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
                 [weight_rows(self._pending[name]) for name in names],
                 hessian_CC,
                 share,
-                self.pattern,
+                self.structure,
                 shift_CC=shift_CC,
                 block_size=self.block_size,
                 damp_frac=self.dampening_frac,

@@ -41,7 +41,7 @@ class WandaPruningModifier(CalibratedPruningModifier):
                 if not mean_C.any():  # all scores are equal, so that places would decide
                     self.prune_by_size(state, name, *dead_input(square.num_tokens))
                     continue
-                gone_RC = prune_wanda(weight_RC, mean_C, self.share_of(name), self.pattern, name=name)
+                gone_RC = prune_wanda(weight_RC, mean_C, self.share_of(name), self.structure, name=name)
                 error = float(removed_share(weight_RC, gone_RC, mean_C))
                 self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, square.num_tokens, {})
 

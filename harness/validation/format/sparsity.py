@@ -32,13 +32,13 @@ def check_sparsity(subject: Subject) -> CheckRecord:
     if not promised:
         return SPARSITY.skipped(f"{RECORD_FILE} promises no zeros")
     findings, zeros, total = [], 0, 0
-    for name, (share, scheme) in sorted(promised.items()):
+    for name, (share, structures) in sorted(promised.items()):
         weight = _weight(subject, name)
         if weight is None:
             findings.append(f"{name}: its weight cannot be read")
             continue
         zeros, total = zeros + int((weight == 0).sum()), total + weight.numel()
-        findings += [f"{name}: {text}" for text in _faults(weight, share, scheme)]
+        findings += [f"{name}: {text}" for text in _faults(weight, share, structures)]
     evidence = {"modules": len(promised), "share of zeros": zeros / total if total else None}
     summary = f"{zeros / max(total, 1):.1%} of {total:,} weights in {len(promised)} modules are zero"
     if findings:
@@ -46,21 +46,26 @@ def check_sparsity(subject: Subject) -> CheckRecord:
     return SPARSITY.record(Outcome.PASS, summary, evidence=evidence)
 
 
-def _promises(record: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, str]]]:
+def _promises(record: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, list[str]]]]:
     modules = record.get("modules")
     for name, entry in (modules if isinstance(modules, Mapping) else {}).items():
         details = entry.get("details") if isinstance(entry, Mapping) else None
-        share = details.get("sparsity") if isinstance(details, Mapping) else None
+        if not isinstance(details, Mapping):
+            continue
+        share = details.get("sparsity")
         if isinstance(share, int | float) and share > 0:
-            yield name, (float(share), str(entry.get("scheme")))
+            yield name, (float(share), str(details.get("pruned", "")).split("; "))
 
 
 def _weight(subject: Subject, name: str) -> torch.Tensor | None:
-    """Return the weight as its users will have it; None where there is none or it cannot be decoded."""
+    """Return the weight as its users will have it, [out, in]; None where there is none or it cannot be decoded."""
     group = subject.modules.get(name)
     if group is None:
         key = f"{name}.weight"
-        return subject.compressed.tensor(key) if key in subject.compressed.entries else None
+        if key not in subject.compressed.entries:
+            return None
+        weight = subject.compressed.tensor(key)
+        return weight.T if name in subject.transposed else weight
     if group.scheme is None:
         return None
     try:
@@ -69,15 +74,16 @@ def _weight(subject: Subject, name: str) -> torch.Tensor | None:
         return None
 
 
-def _faults(weight: torch.Tensor, share: float, scheme: str) -> Iterator[str]:
+def _faults(weight: torch.Tensor, share: float, structures: list[str]) -> Iterator[str]:
     found = float((weight == 0).double().mean())
     if found < share - _ROUNDING:
         yield f"{found:.2%} of its weights are zero, and {share:.2%} were promised"
-    pattern, whole = _PATTERN.match(scheme), _WHOLE.match(scheme)
-    if pattern is not None:
-        yield from _broken_runs(weight, int(pattern[1]), int(pattern[2]))
-    elif whole is not None:
-        yield from _missing_blocks(weight, whole)
+    for structure in structures:
+        pattern, whole = _PATTERN.match(structure), _WHOLE.match(structure)
+        if pattern is not None:
+            yield from _broken_runs(weight, int(pattern[1]), int(pattern[2]))
+        elif whole is not None:
+            yield from _missing_blocks(weight, whole)
 
 
 def _broken_runs(weight: torch.Tensor, kept: int, block: int) -> Iterator[str]:

@@ -66,7 +66,7 @@ def test_a_config_that_has_lost_its_schemes_is_refused(scheme: str, base: Path, 
 
 
 def test_zeros_are_counted_through_quantization_and_without_it(base: Path, tmp_path: Path) -> None:
-    prune = {"SparseGPTModifier": {"targets": ["re:.*up_proj"], "sparsity": 0.5}}
+    prune = {"SparseGPTModifier": {"targets": ["re:.*up_proj"], "sparsity": 0.5, "mask_structure": "2:4"}}
     quantize = {"QuantizationModifier": {"targets": ["re:.*up_proj"], "scheme": "W8A16"}}
     data = [list(range(64))] * 4
     oneshot(base, recipe={"p_modifiers": prune}, dataset=data, output_dir=tmp_path / "pruned")
@@ -76,6 +76,7 @@ def test_zeros_are_counted_through_quantization_and_without_it(base: Path, tmp_p
     assert zeros["model.layers.0.mlp.up_proj.weight"] == pytest.approx(0.5, abs=0.01) and pruned.quantized == () and pruned.storage is None
     assert zeros["model.layers.0.mlp.down_proj.weight"] == 0
     assert both.quantized[0].zeros >= 0.49
+    assert all("pruned: 1 modules to 2:4, 50% zeros" in found.lines() for found in (pruned, both))
 
 
 def test_a_plain_folder_and_none_at_all(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,7 +240,7 @@ def test_quantization_keeps_what_was_pruned(pruner: Any, quantizer: Any) -> None
     for name, record in report.modules.items():
         weight = model.get_submodule(name).dequantized_weight()
         assert bool((weight.unflatten(1, (-1, 4)).ne(0).sum(-1) <= 2).all()), name
-        assert float(record.details["sparsity"]) >= 0.5
+        assert float(record.details["sparsity"]) >= 0.5 and record.details["pruned"] == "2:4, 50% zeros"
     assert not [note for note in report.notes if "that were pruned are not zero" in note]
 
 
@@ -248,7 +248,24 @@ def test_zeros_may_be_moved_when_that_is_asked_for() -> None:
     recipe = [WandaPruningModifier(sparsity=0.5, **REST), GPTQModifier(config_groups=GROUPS, preserve_sparsity_mask=False, **REST)]
     report = oneshot(llama(), recipe=recipe, dataset=IDS).report
     assert min(float(record.details["sparsity"]) for record in report.modules.values()) < 0.5
+    assert not any("pruned" in record.details for record in report.modules.values())
     assert any(re.search(r"at least [0-9,]+ of the [0-9,]+ weights that were pruned are not zero", note) for note in report.notes)
+
+
+@pytest.mark.parametrize("structure", ["2:4", "channel", "block_2,4"])
+def test_a_structure_that_is_gone_is_noted_though_there_are_as_many_zeros(structure: str) -> None:
+    model = llama()
+    session = Session(State(model), [MagnitudePruningModifier(final_sparsity=0.5, mask_structure=structure, **REST)])
+    session.initialize()
+    session.send(EventType.CALIBRATION_START)
+    session.send(EventType.CALIBRATION_END)
+    weight = model.model.layers[1].mlp.down_proj.weight.data
+    zero, kept = (weight.flatten() == 0).nonzero()[0], weight.flatten().nonzero()[-1]
+    weight.view(-1)[zero], weight.view(-1)[kept] = 1.0, 0.0
+    session.finalize()
+    report = session.state.report
+    assert f"{structure}, 50% zeros does not stand in model.layers.1.mlp.down_proj at the end; what came after" in report.notes[0]
+    assert {tuple(record.details.items()) for record in report.modules.values()} == {(("sparsity", 0.5),)}
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -8,8 +8,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from compressor import oneshot
+from compressor import MagnitudePruningModifier, oneshot
 from compressor.algorithms.pruning.magnitude import Blocks, pruned_weights
 from harness.cli import main
 from harness.validation.compare import validate
@@ -123,7 +124,7 @@ def pruned(workspace, tmp_path):
         if "mlp" in name:
             smallest = weight.abs().unflatten(-1, (-1, 4)).topk(2, dim=-1, largest=False).indices
             tensors[name] = weight.unflatten(-1, (-1, 4)).scatter(-1, smallest, 0).flatten(-2).contiguous()
-            modules[name.removesuffix(".weight")] = {"scheme": "2:4, 50% zeros", "details": {"sparsity": 0.5}}
+            modules[name.removesuffix(".weight")] = {"scheme": "int4", "details": {"sparsity": 0.5, "pruned": "2:4, 50% zeros"}}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "compression.json").write_text(json.dumps({"modules": modules}))
     return folder
@@ -174,7 +175,7 @@ def test_what_went_as_a_whole_is_counted_as_such(workspace, pruned, structure, n
     weight = tensors["model.layers.1.mlp.up_proj.weight"]
     (gone,) = pruned_weights([weight], 0.5, structure)
     weight[gone] = 0
-    record = {"scheme": f"{name}, 50% zeros", "details": {"sparsity": 0.5}}
+    record = {"details": {"sparsity": 0.5, "pruned": f"unstructured, 10% zeros; {name}, 50% zeros"}}
     (pruned / "compression.json").write_text(json.dumps({"modules": {"model.layers.1.mlp.up_proj": record}}))
     save_file(tensors, pruned / "model.safetensors", metadata={"format": "pt"})
     assert sparsity_of(workspace, pruned).outcome == "pass"
@@ -184,9 +185,18 @@ def test_what_went_as_a_whole_is_counted_as_such(workspace, pruned, structure, n
     assert "are zero as a whole" in sparsity_of(workspace, pruned).findings[0]
 
 
+def test_rows_of_a_weight_that_lies_as_in_by_out_are_its_columns(tmp_path):
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0))
+    base.save_pretrained(tmp_path / "base")
+    recipe = MagnitudePruningModifier(targets=["Conv1D"], final_sparsity=0.5, mask_structure="2:4")
+    oneshot(tmp_path / "base", recipe=recipe, output_dir=tmp_path / "out")
+    assert check_sparsity(read_subject(tmp_path / "base", tmp_path / "out")).outcome == "pass"
+
+
 def test_a_pruned_module_that_is_not_there_is_named(workspace, pruned):
     record = json.loads((pruned / "compression.json").read_text())
-    record["modules"]["model.layers.9.mlp.up_proj"] = {"scheme": "50% zeros", "details": {"sparsity": 0.5}}
+    record["modules"]["model.layers.9.mlp.up_proj"] = {"details": {"sparsity": 0.5}}
     (pruned / "compression.json").write_text(json.dumps(record))
     assert sparsity_of(workspace, pruned).findings == ("model.layers.9.mlp.up_proj: its weight cannot be read",)
 
