@@ -54,14 +54,28 @@ __all__ = sorted(_PUBLIC)
 __version__ = "0.1.0"
 
 
-look_up, _names = lazy_names(__name__, _PUBLIC)
-sys.meta_path.append(OtherHomes(MODULES, look_up))
+_look_up, _names = lazy_names(__name__, _PUBLIC)
 
 
-def __getattr__(name: str) -> Any:
+def look_up(name: str) -> Any:
+    """Find a public name, from wherever somebody imports it.
+
+    Args:
+        name: of `__all__`.
+
+    Returns:
+        What it names.
+
+    Raises:
+        ImportError: it is a name of llm-compressor that has no place here; says what to do instead.
+    """
     if name in NAMES:
         raise ImportError(f"compressor: {name} of llm-compressor has no place here; {NAMES[name]}")
-    return look_up(name)
+    return _look_up(name)
+
+
+__getattr__ = look_up
+sys.meta_path.append(OtherHomes(MODULES, look_up))
 
 
 def __dir__() -> list[str]:

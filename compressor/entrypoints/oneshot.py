@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from compressor import look_up
 from compressor.data import (
     TEXT_COLUMN,
     CalibrationData,
@@ -59,6 +60,8 @@ from compressor.settings.llmcompressor import translated
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import DataSettings, OneshotSettings
 from compressor.tracking import tracked
+
+__getattr__ = look_up  # llm-compressor has Oneshot here
 
 
 @dataclass(frozen=True)

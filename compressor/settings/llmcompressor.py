@@ -19,21 +19,44 @@ _BUILDERS = ("csv", "json", "custom", "text", "parquet")
 """Names that say of what kind `dataset_path` is, which its ending says here."""
 
 MODULES = frozenset(
-    f"compressor.modifiers.{name}"
+    f"compressor.{name}"
     for name in (
-        "awq",
-        "logarithmic_equalization",
-        "obcq",
-        "pruning.constant",
-        "smoothquant",
-        "transform",
-        "transform.awq",
-        "transform.quip",
-        "transform.smoothquant",
-        "transform.spinquant",
+        "args",
+        "core",
+        "core.events",
+        "core.session_functions",
+        "core.state",
+        "datasets",
+        "datasets.utils",
+        "entrypoints.model_free",
+        "entrypoints.utils",
+        "modeling",
+        "modeling.moe",
+        "modeling.moe.context",
+        "modeling.moe.linearize",
+        "modeling.prepare",
+        "modifiers.awq",
+        "modifiers.awq.mappings",
+        "modifiers.logarithmic_equalization",
+        "modifiers.obcq",
+        "modifiers.pruning.constant",
+        "modifiers.smoothquant",
+        "modifiers.smoothquant.utils",
+        "modifiers.transform",
+        "modifiers.transform.awq",
+        "modifiers.transform.awq.mappings",
+        "modifiers.transform.quip",
+        "modifiers.transform.smoothquant",
+        "modifiers.transform.spinquant",
+        "modifiers.transform.spinquant.mappings",
+        "modifiers.transform.spinquant.norm_mappings",
+        "transformers",
+        "utils",
+        "utils.dev",
+        "utils.transformers",
     )
 )
-"""Modules that hold modifiers there and do not exist here; `compressor.modifiers` and what it has of the same name give all of them."""
+"""Modules from which scripts import there, and which do not exist here: each gives all public names, and says of NAMES what to do."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +143,38 @@ KEYWORDS: tuple[Keyword, ...] = (
 
 _TABLE = {keyword.name: keyword for keyword in KEYWORDS}
 
+_SESSION = "a run has a session of its own, which is closed with it; what a modifier needs is in `state`"
+_EXPERTS = "load the model with from_pretrained, or give oneshot its folder: experts that are stored as one are taken apart for the run"
+_FIELDS = "give its fields to oneshot() as keywords"
+_DATA = "give oneshot() the dataset itself; among several processes it divides that"
+_AS_TABLE = "write it as a mapping with the same keys: {}"
+
 NAMES = {
     "Oneshot": "call oneshot(), which holds nothing between two calls",
-    "create_session": "a run has a session of its own, which is closed with it; what a modifier needs is in `state`",
-    "active_session": "a run has a session of its own, which is closed with it; what a modifier needs is in `state`",
-    "reset_session": "a run has a session of its own, which is closed with it, so that there is nothing to reset",
+    "create_session": _SESSION,
+    "active_session": _SESSION,
+    "reset_session": f"{_SESSION}, so that there is nothing to reset",
     "callbacks": "write a modifier (`Modifier`), whose callbacks are called",
+    "pre_process": "call oneshot(), which does it",
+    "post_process": "call oneshot(), which does it",
+    "dispatch_for_generation": "leave the call out: `result.model` generates at once",
+    "load_context": _EXPERTS,
+    "load_quantizable_moe": _EXPERTS,
+    "linearize_moe": _EXPERTS,
+    "moe_calibration_context": _EXPERTS,
+    "replace_modules_for_calibration": _EXPERTS,
+    "skip_weights_download": "`compressor plan` and `compressor trace` need no weights",
+    "untie_word_embeddings": "give oneshot() tie_word_embeddings=False",
+    "DatasetArguments": _FIELDS,
+    "ModelArguments": _FIELDS,
+    "RecipeArguments": _FIELDS,
+    "get_calibration_dataloader": _DATA,
+    "get_processed_dataset": _DATA,
+    "get_rank_partition": _DATA,
+    "SparseAutoModelForCausalLM": "take AutoModelForCausalLM of transformers, which loads what is written here",
+    "AWQMapping": _AS_TABLE.format('{"smooth_layer": ..., "balance_layers": [...]}'),
+    "SpinQuantMapping": _AS_TABLE.format('{"embedding": ..., "attn_o": ..., ...}'),
+    "NormMapping": _AS_TABLE.format('{"norm": ..., "linears": [...]}'),
 }
 """Names that a script may import from llm-compressor, and what to do here."""
 

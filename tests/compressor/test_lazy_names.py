@@ -34,9 +34,15 @@ def test_a_name_is_imported_from_its_home_and_others_are_no_attributes() -> None
         ("modifiers.transform", "QuIPModifier"),
         ("modifiers.autoround", "AutoRoundModifier"),
         ("modifiers.logarithmic_equalization", "LogarithmicEqualizationModifier"),
+        ("core", "EventType"),
+        ("core.events", "Event"),
+        ("core.state", "State"),
+        ("transformers", "oneshot"),
+        ("entrypoints", "model_free_ptq"),
+        ("entrypoints.model_free", "model_free_ptq"),
     ],
 )
-def test_modifiers_are_found_where_llmcompressor_has_them(module: str, name: str) -> None:
+def test_names_are_found_where_llmcompressor_has_them(module: str, name: str) -> None:
     assert getattr(importlib.import_module(f"compressor.{module}"), name) is getattr(compressor, name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
 from pathlib import Path
@@ -186,6 +187,24 @@ def test_a_misspelt_keyword_is_still_told() -> None:
 def test_names_that_have_no_place_say_what_to_do(name: str) -> None:
     with pytest.raises(ImportError, match=f"{name} of llm-compressor has no place here; "):
         getattr(compressor, name)
+
+
+@pytest.mark.parametrize(
+    ("home", "name"),
+    [
+        ("core", "active_session"),
+        ("entrypoints", "Oneshot"),
+        ("entrypoints.oneshot", "Oneshot"),
+        ("utils", "dispatch_for_generation"),
+        ("modeling", "replace_modules_for_calibration"),
+        ("modifiers.transform.awq.mappings", "AWQMapping"),
+        ("datasets.utils", "get_rank_partition"),
+        ("args", "DatasetArguments"),
+    ],
+)
+def test_they_say_so_where_scripts_import_them(home: str, name: str) -> None:
+    with pytest.raises(ImportError, match=f"{name} of llm-compressor has no place here; "):
+        getattr(importlib.import_module(f"compressor.{home}"), name)
 
 
 def _llama(folder: Path, *, tied: bool = False) -> Path:
