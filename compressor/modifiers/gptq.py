@@ -28,6 +28,7 @@ from compressor.numerics import QParams, QuantizationArgs, QuantizationScheme, w
 Mode = Literal["fast", "default", "best"]
 
 _FEW_BITS = 4  # of a weight: with more, what compression changes is too little to be worth another forward
+_SPARSE = 0.05  # share of zeros from which on somebody has put them there
 # 20 ranges in place of the observer's 111: the same KL (0.823 of minmax, either) in a sixth of the time.
 _FLOAT_SEARCH = MappingProxyType({"grid": 36})
 _DEAD = "dead_columns"  # in the details of a module's record
@@ -70,7 +71,8 @@ class GPTQModifier(SchemeModifier):
             (`propagated`), or on those of the uncompressed model (`base`), which then runs beside the other. By default `base` where layers
             run once and a weight of at most 4 bits has something to gain.
         alpha: how far towards `base` weights are moved before they are rounded.
-        preserve_sparsity_mask: weights that are zero stay zero; by default those of modules that a modifier before it prunes.
+        preserve_sparsity_mask: weights that are zero stay zero; by default those of modules that a modifier before it prunes, or of which
+            5 % or more are zero already.
         mode: how much time its accuracy is worth, in a word: `fast` leaves the uncompressed model out, `default` has it run beside the
             other, `best` trains scales afterwards, too (see ScaleTuningModifier). What is set by itself comes first.
     """
@@ -219,9 +221,11 @@ class GPTQModifier(SchemeModifier):
             return args
         return args.model_copy(update={"observer": "nvfp4_expanded_imatrix", "observer_kwargs": dict(_FLOAT_SEARCH)})
 
-    def _keeps_zeros(self, state: State, names: Sequence[str]) -> bool:
-        """What was asked for, else whether one of them has been pruned; the others have no zeros to speak of."""
-        return not state.sparse.isdisjoint(names) if self.preserve_sparsity_mask is None else self.preserve_sparsity_mask
+    def _keeps_zeros(self, state: State, names: Sequence[str], weights: Sequence[Tensor]) -> bool:
+        """What was asked for, else whether one of them has been pruned, now or before; the others have no zeros to speak of."""
+        if self.preserve_sparsity_mask is not None:
+            return self.preserve_sparsity_mask
+        return not state.sparse.isdisjoint(names) or any(int((weight == 0).sum()) >= _SPARSE * weight.numel() for weight in weights)
 
     def _flops(self, shared: SharedInput) -> float:
         weights = [weight_of(self._pending[name]) for name in shared.members]
@@ -266,7 +270,7 @@ class GPTQModifier(SchemeModifier):
                 damp_frac=self.dampening_frac,
                 solver=self.solver,
                 scale_search=self._searches_scales,
-                keep_zeros=self._keeps_zeros(state, names),
+                keep_zeros=self._keeps_zeros(state, names, weights),
                 names=names,
                 global_scales=[self.global_scale(name) for name in names],
             )

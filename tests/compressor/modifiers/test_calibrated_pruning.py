@@ -24,6 +24,7 @@ from compressor import (
 )
 from compressor.errors import CalibrationError, CompressorError, NumericsError, RecipeError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Session, State
+from compressor.nn import QuantizedLayer
 from compressor.recipe import load_recipe
 
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -242,6 +243,17 @@ def test_quantization_keeps_what_was_pruned(pruner: Any, quantizer: Any) -> None
         assert bool((weight.unflatten(1, (-1, 4)).ne(0).sum(-1) <= 2).all()), name
         assert float(record.details["sparsity"]) >= 0.5 and record.details["pruned"] == "2:4, 50% zeros"
     assert not [note for note in report.notes if "that were pruned are not zero" in note]
+
+
+def test_a_model_that_was_sparse_before_keeps_its_zeros_unless_they_may_move() -> None:
+    broken = []
+    for keep in (None, False):
+        model = llama()
+        oneshot(model, recipe=MagnitudePruningModifier(final_sparsity=0.5, mask_structure="2:4", **REST))
+        oneshot(model, recipe=GPTQModifier(config_groups=GROUPS, preserve_sparsity_mask=keep, **REST), dataset=IDS)
+        codes = [module.codes() for module in model.modules() if isinstance(module, QuantizedLayer)]
+        broken.append(sum(int((one.unflatten(1, (-1, 4)).ne(0).sum(-1) > 2).sum()) for one in codes))
+    assert broken[0] == 0 < broken[1]
 
 
 def test_zeros_may_be_moved_when_that_is_asked_for() -> None:
