@@ -22,6 +22,7 @@ from compressor.numerics import QuantizationScheme
 
 _RECORD = "compression.json"
 _WIDTH = 80
+_UNNAMED = "what the record does not name"
 FLOAT = "not quantized"
 
 
@@ -135,13 +136,15 @@ class Inspection:
     def _record_lines(self) -> list[str]:
         if self.record is None:
             return [f"no {_RECORD}: it was not written here, or its record was lost"]
-        versions = ", ".join(f"{name} {version}" for name, version in self.record.get("versions", {}).items())
+        if not self.record.keys() & _Record.model_fields.keys():
+            return [f"{_RECORD}: says nothing that a run here says; it is of something else, or damaged"]
+        versions = ", ".join(f"{name} {version}" for name, version in self.record.get("versions", {}).items()) or _UNNAMED
         data = self.record.get("data") or {}
         read = f"{data['num_samples']:,} samples, {data['num_tokens']:,} tokens" if data else "no data"
-        read = read if "data" in self.record else "data that the record does not name"
+        read = read if "data" in self.record else _UNNAMED
         source = self.record.get("source")
         made_of = f" of {source['name']}, commit {source['commit']}" if source else ""
-        said = [f"made with {versions}{made_of}", f"calibrated with {read}; seed {self.record.get('seed')}"]
+        said = [f"made with {versions}{made_of}", f"calibrated with {read}; seed {self.record.get('seed', _UNNAMED)}"]
         pruned = Counter(one.get("details", {}).get("pruned") for one in self.record.get("modules", {}).values())
         said += [f"pruned: {count:,} modules to {what}" for what, count in pruned.items() if what is not None]
         fallbacks = self.record.get("fallbacks", [])

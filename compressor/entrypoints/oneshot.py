@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -91,6 +91,12 @@ class OneshotResult:
     source_dir: Path | None = None
     phases: tuple[Lap, ...] = ()
     stages: tuple[Lap, ...] = ()
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute then
+
+        def __getattr__(self, name: str) -> Any:
+            """Say where the model is, to whoever takes a result for one, as oneshot of llm-compressor gives it."""
+            raise AttributeError(f"OneshotResult: there is no {name!r}; a run gives a result, whose model is `.model` (.model.{name}?)")
 
     def save(self, output_dir: str | Path, max_shard_size: int | str = MAX_SHARD_BYTES) -> Path:
         """Write the checkpoint, tokenizer included: what `output_dir=` would have written, byte for byte.
@@ -388,7 +394,9 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
     experts.keep(state.claims.keys() | state.touched)
     if not state.keep_originals:
         experts.forget()
-    if calibrate_all:
+    if calibrate_all and not experts.modules:
+        state.report.notes.append("calibrate_all_experts: no module with experts is compressed, so there is none to show all tokens")
+    elif calibrate_all:
         experts.calibrate_all()
     state.report.notes += [*experts.describe(), *check_values(state.model, state.claims.keys() | state.touched), *buffer_notes(state.model)]
     to_disk = place.output_dir is not None

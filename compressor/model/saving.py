@@ -36,6 +36,7 @@ _KEYWORDS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
         "push_to_hub": ((False, None), "save to a folder, or call model.push_to_hub(repo_id), which does both"),
         "safe_serialization": ((True, None), "leave it out; weights are written as safetensors only"),
+        "save_compressed": ((True, False), "give False for the dequantized weights as floats, or leave it out"),
         "variant": ((None,), "leave it out; readers of compressed-tensors look for model.safetensors"),
         "save_original_format": ((True,), "leave it out; compressed layers are stored under the names of the architecture's own files"),
         "distributed_checkpoint": ((False,), "leave it out; the model is written by one process"),
@@ -199,7 +200,7 @@ class SavePretrained:
             ModelError: the model carries adapters, or is none of transformers and quantized, which its own save_pretrained cannot tell.
         """
         model = self._whole()
-        _check_keywords({"push_to_hub": push_to_hub, "variant": variant, "token": token, **keywords})
+        _check_keywords({"push_to_hub": push_to_hub, "variant": variant, "token": token, "save_compressed": save_compressed, **keywords})
         if getattr(model, "_hf_peft_config_loaded", False):  # what is saved then is the adapters alone
             type(model).save_pretrained(model, save_directory, is_main_process, state_dict)  # type: ignore[attr-defined]
             return

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from pydantic_core import PydanticSerializationError
 
@@ -241,9 +242,16 @@ def _stage_data(stage: Stage) -> dict[str, Any]:
     return {**head, "modifiers": [{names[id(m)]: {"group": m.group, **_settings(m)}} for m in stage.modifiers]}
 
 
+def _by_name(value: Any) -> str:
+    """What torch writes as a name, and reads as one."""
+    if isinstance(value, torch.device | torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise PydanticSerializationError(f"{value!r} is a {type(value).__name__}")
+
+
 def _settings(modifier: Modifier) -> dict[str, Any]:
     try:
-        data = modifier.model_dump(mode="json", exclude=_FILLED_IN, exclude_defaults=True)
+        data = modifier.model_dump(mode="json", exclude=_FILLED_IN, exclude_defaults=True, fallback=_by_name)
     except PydanticSerializationError as error:
         raise RecipeError(f"{modifier.label}: a setting cannot be written into a recipe ({error}); use plain values") from error
     return dict(escape(data))

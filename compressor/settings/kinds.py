@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -31,8 +31,17 @@ class Kind:
     becomes: Callable[[Any], Any] | None = None
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """Check by `holds` alone."""
-        return core_schema.no_info_plain_validator_function(self.checked)
+        """Check by `holds`, and whether it is one of the values that the type names, if it names any."""
+        del handler
+        choices = get_args(source) if get_origin(source) is Literal else None
+
+        def check(value: Any) -> Any:
+            checked = self.checked(value)
+            if choices is not None and checked not in choices:
+                raise PydanticCustomError("choice", "choose one of {choices}", {"choices": ", ".join(choices)})
+            return checked
+
+        return core_schema.no_info_plain_validator_function(check)
 
     def checked(self, value: Any) -> Any:
         """Return the value, a number as one of Python.

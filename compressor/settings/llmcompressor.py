@@ -134,6 +134,12 @@ KEYWORDS: tuple[Keyword, ...] = (
     ),
     Keyword("tracing_ignore", "the tracer finds out by itself what it must not enter, and proves what it recorded", (None,)),
     Keyword("sequential_targets_per_subgraph", "each target is a stage of its own", (1, None)),
+    Keyword(
+        "sequential_offload_device",
+        "weights wait in main memory (`cpu`), or nowhere (`none`)",
+        (None,),
+        lambda value: {"sequential_offload_device": getattr(value, "type", value)},  # a torch.device, too
+    ),
     Keyword("sequential_prefetch", "the activations of the next sample are always fetched ahead", (False, None)),
     Keyword("oneshot_device", "it is `device`", (None,), _renamed("device")),
     Keyword("log_dir", "the record of a run is compression.json beside the weights", (None,)),

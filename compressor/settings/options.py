@@ -96,6 +96,8 @@ def _said(settings: type[Settings], error: ValidationError) -> UserInputError:
         return UserInputError(f"{name}: it was not given; pass {name}=")
     if first["type"] == "extra_forbidden":
         return UserInputError(f"{name}: there is no such argument; {suggest(name, settings.model_fields)}")
+    if first["type"] == "choice":
+        return UserInputError(f"{name}: {first['input']!r} does not exist; {first['msg']}")
     return wrong_kind(name, first["input"], first["msg"])
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, field_validator
 
+from compressor import AWQModifier, QuIPModifier
 from compressor.errors import RecipeError, SchemeError
 from compressor.lifecycle import Modifier, State
 from compressor.modifiers import registry
@@ -540,6 +542,12 @@ def test_one_object_cannot_stand_twice() -> None:
 def test_arguments_for_objects_are_an_error(source: Any) -> None:
     with pytest.raises(RecipeError, match="given with modifier objects"):
         load_recipe(source, {"a": 1})
+
+
+def test_what_torch_writes_as_a_name_is_written_so() -> None:
+    recipe = load_recipe([AWQModifier(offload_device=torch.device("cpu")), QuIPModifier(precision=torch.float64)])
+    assert "offload_device: cpu" in recipe.dump() and "precision: float64" in recipe.dump()
+    assert load_recipe(recipe.dump()).dump() == recipe.dump()
 
 
 def test_a_setting_that_no_text_can_hold_is_an_error_at_once() -> None:

@@ -102,6 +102,8 @@ MEANT: list[tuple[str, Any, dict[str, Any]]] = [
     ("sequential_targets_per_subgraph", 1, {}),
     ("sequential_prefetch", False, {}),
     ("sequential_offload_device", "cpu", {"sequential_offload_device": "cpu"}),
+    ("sequential_offload_device", torch.device("cpu"), {"sequential_offload_device": "cpu"}),
+    ("sequential_offload_device", None, {}),
     ("oneshot_device", "cpu", {"device": "cpu"}),
     ("log_dir", None, {}),
     ("overwrite_output_dir", False, {}),
@@ -244,6 +246,16 @@ def test_a_script_of_theirs_runs_and_gives_the_same_as_our_words(tmp_path: Path)
     )
     assert (tmp_path / "theirs/model.safetensors").read_bytes() == (tmp_path / "ours/model.safetensors").read_bytes()
     assert theirs.report.modules
+    with pytest.raises(AttributeError, match=r"OneshotResult: there is no 'generate'; .* whose model is `.model`"):
+        _ = theirs.generate
+    with pytest.raises(UserInputError, match=r"save_compressed='no' cannot be done .* give False"):
+        theirs.model.save_pretrained(tmp_path / "no", save_compressed="no")
+
+
+@pytest.mark.parametrize("value", ["disk", "meta", torch.device("cuda", 1)])
+def test_a_choice_that_does_not_exist_is_refused_whatever_the_device(value: Any) -> None:
+    with pytest.raises(UserInputError, match=r"sequential_offload_device: '(disk|meta|cuda)' does not exist; choose one of cpu, none"):
+        oneshot("m", recipe=QuantizationModifier(scheme="W8A16"), sequential_offload_device=value)
 
 
 SCRIPTS: dict[str, dict[str, Any]] = {
