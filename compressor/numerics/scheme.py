@@ -336,7 +336,7 @@ class QuantizationArgs(BaseModel):
         if self.observer_kind != "minmax":
             MSESettings.from_kwargs(self.observer_kwargs)
         elif self.observer_kwargs:
-            raise SchemeError(f"observer_kwargs: {self.observer or 'minmax'} has no settings, got {sorted(self.observer_kwargs)}; leave them out")
+            raise SchemeError(f"observer_kwargs: {self.observer or 'minmax'} takes none, got {[*self.observer_kwargs]}; leave them out")
         if self.observer_kind == "imatrix" and self.strategy not in ("channel", "group", "tensor_group"):
             raise SchemeError(
                 f"observer: imatrix_mse weighs the columns of a weight in groups or rows, not strategy={self.strategy!r}; use 'mse'"

@@ -69,7 +69,7 @@ def test_ranges_and_storage():
         ({"observer": "mse", "observer_kwargs": {"norm": -1}}, "norm=-1"),
         ({"observer": "mse", "observer_kwargs": {"grid": "100"}}, "grid='100'"),
         ({"observer": "mse", "observer_kwargs": {"patience": 0.5}}, "patience=0.5"),
-        ({"observer": "minmax", "observer_kwargs": {"norm": 2}}, "minmax has no settings"),
+        ({"observer": "minmax", "observer_kwargs": {"norm": 2}}, "minmax takes none"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(fields, message):
