@@ -203,13 +203,17 @@ class History:
         Returns:
             The measurements; those of one night, environment and revision are one, with all their values.
         """
-        query = (
-            "SELECT night, digest, revision, better, kind, value FROM measurements JOIN readings ON measurement = measurements.id "
-            "JOIN environments ON environment = environments.id WHERE metric = ? ORDER BY night, measurements.id, place"
-        )
         grouped: dict[tuple[str, str, str, Better, Kind], list[float]] = {}
-        for night, digest, revision, better, kind, value in self._read(query, (metric,)):
-            grouped.setdefault((night, digest, revision, better, kind), []).append(value)
+        rows = self._read(
+            "SELECT measurements.id, night, digest, revision, better, kind FROM measurements JOIN environments "
+            "ON environment = environments.id WHERE metric = ? ORDER BY night, measurements.id",
+            (metric,),
+        )
+        values = {one: grouped.setdefault((night, *facts), []) for one, night, *facts in rows}
+        own = "measurement IN (SELECT id FROM measurements WHERE metric = ?)"
+        for one, value in self._read(f"SELECT measurement, value FROM readings WHERE {own} ORDER BY measurement, place", (metric,)):
+            if one in values:  # else it was written just now
+                values[one].append(value)
         return [
             Measurement(night, digest, revision, metric, better, tuple(found), kind)
             for (night, digest, revision, better, kind), found in grouped.items()

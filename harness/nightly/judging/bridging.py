@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.nightly.judging.shifts import Bridge, median
+from harness.nightly.judging.shifts import Bridge
 from harness.nightly.measurement import Measurement
+
+_PAIRS = 1 << 20
+"""Of repetitions that are held at once."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,24 @@ def level(values: Sequence[float], better: str) -> float:
     Returns:
         The median of the means of all pairs.
     """
-    values_R = np.log(np.asarray(values, dtype=np.float64))
-    first, second = _pairs(len(values_R))
-    mean = median((values_R[first] + values_R[second]) / 2)
+    mean = float(hodges_lehmann(np.log([values]))[0])
     return mean if better == "lower" else -mean
 
 
-@lru_cache(maxsize=8)
-def _pairs(count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    return np.triu_indices(count)
+def hodges_lehmann(values_MR: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the median of the means of all pairs of the repetitions of each night.
+
+    Args:
+        values_MR: the nights [nights, repetitions].
+
+    Returns:
+        The medians [nights].
+
+    Source: Hodges and Lehmann 1963.
+    """
+    first, second = np.triu_indices(values_MR.shape[1])
+    parts = np.array_split(values_MR, -(-len(values_MR) * len(first) // _PAIRS))
+    return np.concatenate([np.median((part[:, first] + part[:, second]) / 2, axis=1) for part in parts])
 
 
 def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
@@ -86,7 +97,13 @@ def _joined(before: list[Measurement], own: list[Measurement], after: list[Measu
 
 
 def _levels(nights: Sequence[Measurement]) -> NDArray[np.float64]:
-    return np.array([level(one.values, one.better) for one in nights])
+    """The level of each night; those with as many repetitions at once."""
+    counts_M = np.array([len(one.values) for one in nights])
+    levels_M = np.empty(len(nights))
+    for count in set(counts_M.tolist()):
+        alike = np.flatnonzero(counts_M == count)
+        levels_M[alike] = hodges_lehmann(np.log([nights[place].values for place in alike.tolist()]))
+    return levels_M if nights[-1].better == "lower" else -levels_M
 
 
 def _is_commit(revision: str) -> bool:

@@ -51,10 +51,11 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     today = day_of_looking(last.night) if today is None else today
     live = sorted({one.night for one in series})[-LIVE_NIGHTS:]
     places = dict.fromkeys([last.environment, *(one.environment for one in series if one.night in live)])
-    found = {place: _judge_environment(bridged(series, place), acceptances, today) for place in places}
+    joined = {place: bridged(series, place) for place in places}
+    found = {place: _judge_environment(one, acceptances, today) for place, one in joined.items()}
     worse = next((place for place, one in found.items() if one.verdict is Verdict.REGRESSION), last.environment)
     beside = f"in environment {worse}: " if worse != last.environment else ""
-    used = {*places, *(one.environment for place in places for one in bridged(series, place).nights)}
+    used = {*places, *(one.environment for one_series in joined.values() for one in one_series.nights)}
     left = sum(one.environment not in used for one in series)
     unseen = f"; {left} night{'' if left == 1 else 's'} of other machines or versions do not count" if left else ""
     if left and found[worse].verdict is Verdict.INCONCLUSIVE:

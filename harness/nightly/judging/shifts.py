@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from statistics import NormalDist
 
 import numpy as np
@@ -122,6 +123,8 @@ def find_shifts(levels_N: NDArray[np.float64], *, bridge: Bridge | None = None, 
     Raises:
         HarnessError: `ruptures` is not installed.
     """
+    if find_spec("ruptures") is None:
+        raise HarnessError("harness nightly: ruptures is not installed; pip install 'compressor-harness[nightly]'")
     found, residuals_E, start = list[Shift](), _NOTHING, 0
     for end in _looks(len(levels_N), found, densely):
         across = bridge.error if bridge is not None and start < bridge.place < end else 0.0
@@ -156,18 +159,25 @@ def _look(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], start
 
 
 def _step(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], across: float) -> tuple[Shift, float] | None:
-    """Where two levels fit best: the test of it, and the squares that are left. Welch's idea with one spread, that of all who know it."""
-    place = _split(levels_N)
+    """Where two levels fit best: the test of it, and the squares that are left. Mostly, running sums say at once that none shows."""
+    found = _step_at(_split_by_sums(levels_N), levels_N, residuals_E, across)
+    return _step_at(_split(levels_N), levels_N, residuals_E, across) if found is not None and found[0].shows else None
+
+
+def _step_at(place: int, levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], across: float) -> tuple[Shift, float] | None:
+    """The test of a place, and the squares that are left. Welch's idea with one spread, that of all who know it."""
     before_M, after_K = levels_N[:place], levels_N[place:]
     known = [residuals_E, _centred(before_M), *([_centred(after_K)] if len(after_K) >= _KNOWN_AFTER else [])]
     if sum(map(len, known)) < LEAST_NOISE:
         return None
-    kept_E, spread = _winsorized(np.concatenate(known))
-    sign = 1.0 if after_K.mean() > before_M.mean() else -1.0
+    kept_E, spread = _noise(np.concatenate(known))
+    sign = 1.0 if _mean(after_K) > _mean(before_M) else -1.0
     effect = max(0.0, _location(sign * after_K, spread) + _location(-sign * before_M, spread))
+    if effect < LEAST_EFFECT:
+        return None
     correlation = _correlation(kept_E)
     error = spread * math.sqrt(across**2 + sum(_inflation(correlation, len(side)) / len(side) for side in (before_M, after_K)))
-    squares = float(np.square(before_M - before_M.mean()).sum() + np.square(after_K - after_K.mean()).sum())
+    squares = sum(float(rest @ rest) for rest in (before_M - _mean(before_M), after_K - _mean(after_K)))
     return Shift(place, len(levels_N), place, sign * effect, error, _degrees(len(kept_E), correlation)), squares
 
 
@@ -177,7 +187,9 @@ def _drift(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], acro
     if count < _LEAST_DRIFT:
         return None
     slope, own_N = _line(levels_N)
-    kept_E, spread = _winsorized(np.concatenate([residuals_E, own_N]))
+    if abs(slope) * (count - 1) < LEAST_GAIN:
+        return None
+    kept_E, spread = _noise(np.concatenate([residuals_E, own_N]))
     correlation = _correlation(kept_E)
     rise, lever = slope * (count - 1), (count - 1) * math.sqrt(12 / (count**3 - count))
     error = spread * math.hypot(across, lever * math.sqrt((1 + correlation) / (1 - correlation)))
@@ -190,11 +202,14 @@ def _line(levels_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
     """Slope a night by least squares, and what is left; an odd night pulls no harder than one at three spreads."""
     nights_N = np.arange(len(levels_N), dtype=np.float64)
     nights_N -= nights_N.mean()
-    kept_N = levels_N
-    for _ in range(2):
-        slope = float(nights_N @ (kept_N - kept_N.mean()) / (nights_N @ nights_N))
-        line_N = kept_N.mean() + slope * nights_N
-        kept_N = line_N + _winsorized(levels_N - line_N)[0]
+
+    def fitted(kept_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        middle = _mean(kept_N)
+        slope = float(nights_N @ (kept_N - middle) / (nights_N @ nights_N))
+        return slope, middle + slope * nights_N
+
+    _, line_N = fitted(levels_N)
+    slope, line_N = fitted(line_N + _winsorized(levels_N - line_N)[0])
     return slope, levels_N - line_N
 
 
@@ -204,48 +219,78 @@ def _around(levels_M: NDArray[np.float64], shift: Shift) -> NDArray[np.float64]:
 
 def _centred(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:
     """The residuals of nights at one level."""
-    return levels_M - _winsorized(levels_M)[0].mean()
+    return levels_M - _mean(_winsorized(levels_M)[0])
 
 
 def _location(levels_K: NDArray[np.float64], spread: float) -> float:
     """The level of some nights, of two the one that says less: one odd night is no shift. Odd ones count no more than two spreads."""
-    middle = np.sort(levels_K)[(len(levels_K) - 1) // 2]
-    return float(np.clip(levels_K, middle - 2 * spread, middle + 2 * spread).mean())
+    middle = _sorted(levels_K)[(len(levels_K) - 1) // 2]
+    return _mean(_within(levels_K, middle, 2 * spread))
 
 
 def _degrees(count: int, correlation: float) -> float:
     return max(3.0, (count - 1) * (1 - correlation) / (1 + correlation))
 
 
+def _split_by_sums(levels_N: NDArray[np.float64]) -> int:
+    """Where two levels fit best, as `_split` finds it but for ties."""
+    signal_N = _clipped(levels_N)
+    before_M = np.arange(LEAST_AFTER, len(signal_N) - LEAST_AFTER + 1)
+    sums_M = np.cumsum(signal_N - _mean(signal_N))[before_M - 1]
+    return int(before_M[np.argmax(sums_M * sums_M / (before_M * (len(signal_N) - before_M)))])
+
+
 def _split(levels_N: NDArray[np.float64]) -> int:
-    """Where two levels fit best, by least squares; what is far outside counts no more than what is just outside."""
-    try:
-        import ruptures
-    except ModuleNotFoundError as error:
-        raise HarnessError("harness nightly: ruptures is not installed; pip install 'compressor-harness[nightly]'") from error
-    middle, spread = median(levels_N), _winsorized(levels_N)[1]
-    signal = np.clip(levels_N, middle - 20 * spread, middle + 20 * spread)[:, None]
-    return int(ruptures.KernelCPD(kernel="linear", min_size=LEAST_AFTER).fit(signal).predict(n_bkps=1)[0])
+    """Where two levels fit best, by least squares."""
+    import ruptures  # a second of imports, which most series never need
+
+    signal_N1 = _clipped(levels_N)[:, None]
+    return int(ruptures.KernelCPD(kernel="linear", min_size=LEAST_AFTER).fit(signal_N1).predict(n_bkps=1)[0])
+
+
+def _clipped(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What is far outside counts no more than what is just outside."""
+    return _within(levels_N, median(levels_N), 20 * _noise(levels_N)[1])
+
+
+def _noise(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """The Winsorized values, and their standard deviation."""
+    kept_N, robust = _winsorized(values_N)
+    centred_N = kept_N - _mean(kept_N)
+    return kept_N, max(math.sqrt(float(centred_N @ centred_N) / max(1, len(kept_N) - 1)), robust, 1e-9)
 
 
 def _winsorized(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """The values, those beyond three robust standard deviations moved there, and their standard deviation."""
+    """The values, those beyond three robust standard deviations moved there, and that deviation."""
     middle = median(values_N)
     robust = 1.4826 * median(np.abs(values_N - middle))
-    kept_N = np.minimum(np.maximum(values_N, middle - 3 * robust), middle + 3 * robust) if robust > 0 else values_N
-    centred_N = kept_N - kept_N.sum() / len(kept_N)
-    return kept_N, max(math.sqrt(float(centred_N @ centred_N) / max(1, len(kept_N) - 1)), robust, 1e-9)
+    return _within(values_N, middle, 3 * robust) if robust > 0 else values_N, robust
+
+
+def _within(values_N: NDArray[np.float64], middle: float, width: float) -> NDArray[np.float64]:
+    return np.minimum(np.maximum(values_N, middle - width), middle + width)
 
 
 def median(values_N: NDArray[np.float64]) -> float:
     """Return the median of some numbers, a tenth of numpy's time for as few as nights are."""
-    ordered_N, half = np.sort(values_N), len(values_N) // 2
+    ordered_N, half = _sorted(values_N), len(values_N) // 2
     return float(ordered_N[half] if len(values_N) % 2 else (ordered_N[half - 1] + ordered_N[half]) / 2)
+
+
+def _mean(values_N: NDArray[np.float64]) -> float:
+    """Likewise, the mean."""
+    return float(np.add.reduce(values_N)) / len(values_N)
+
+
+def _sorted(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    ordered_N = values_N.copy()
+    ordered_N.sort()
+    return ordered_N
 
 
 def _correlation(values_M: NDArray[np.float64]) -> float:
     """How alike neighbours are: the first autocorrelation without its bias (Kendall 1954), and 0.7 standard errors for its uncertainty."""
-    centred_M = values_M - values_M.mean()
+    centred_M = values_M - _mean(values_M)
     power = float(centred_M @ centred_M)
     found = float(centred_M[1:] @ centred_M[:-1]) / power if power > 0 else 0.0
     found += (1 + 3 * found) / len(values_M) + 0.7 / math.sqrt(len(values_M))
@@ -291,7 +336,7 @@ def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, p
     Returns:
         Standard deviation between nights, and the step, never below LEAST_EFFECT; both relative.
     """
-    kept_E, noise = _winsorized(residuals_E)
+    kept_E, noise = _noise(residuals_E)
     correlation = _correlation(kept_E)
     error = noise * math.sqrt(sum(_inflation(correlation, count) / count for count in (before, after)))
     return noise, max(LEAST_EFFECT, (-_NORMAL.inv_cdf(LEVEL) + _NORMAL.inv_cdf(power)) * error)

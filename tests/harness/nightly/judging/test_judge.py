@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 
 import numpy as np
 import pytest
+from ruptures import KernelCPD
 
+from harness.errors import HarnessError
 from harness.nightly.judging.bridging import level
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import day_of_looking
@@ -106,6 +109,21 @@ def test_what_is_compared_across_a_bridge_is_as_unsure_as_the_bridge() -> None:
     (shift,) = find_shifts(levels_N, bridge=Bridge(40, 0.5)).found
     (alone,) = find_shifts(levels_N).found
     assert shift.error > alone.error and find_shifts(levels_N, bridge=Bridge(40, 5.0)).found == ()
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.002, 0.01])
+def test_places_of_steps_are_those_of_ruptures(noise: float) -> None:
+    rng = np.random.default_rng(0)
+    for place in range(LEAST_NOISE, 60, 4):
+        levels_N = rng.normal(0, noise, 80) + np.where(np.arange(80) < place, 0.0, 0.04)
+        (expected, _) = KernelCPD(kernel="linear", min_size=LEAST_AFTER).fit(levels_N[:, None]).predict(n_bkps=1)
+        assert [shift.place for shift in find_shifts(levels_N).found] == [expected]
+
+
+def test_without_ruptures_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ruptures", None)
+    with pytest.raises(HarnessError, match=r"ruptures is not installed; pip install 'compressor-harness\[nightly\]'"):
+        judge(series([100.0] * 40))
 
 
 STORIES = {
