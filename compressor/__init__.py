@@ -43,7 +43,7 @@ _PUBLIC = {
     "QuantizationArgs": "compressor.numerics",
     "QuantizationScheme": "compressor.numerics",
     "QuantizedLinear": "compressor.nn",
-    "QuantizedKVCache": "compressor.nn.kv_cache",
+    "QuantizedKVCache": "compressor.nn.attention.kv_cache",
     "leaf": "compressor.tracing.graph.torch_patches",
     "load_compressed": "compressor.model.checkpoints.load",
     "load_recipe": "compressor.recipe",

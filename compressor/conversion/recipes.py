@@ -51,8 +51,8 @@ def _arguments(settings: ConvertSettings) -> dict[str, Any]:
 
 
 def _check_needs_no_data(modifier: QuantizationModifier) -> None:
-    if modifier.kv_cache_scheme is not None:
-        raise SchemeError("kv_cache_scheme: keys and values are seen in forwards only; use oneshot")
+    if modifier.kv_format is not None:
+        raise SchemeError("kv_cache_scheme: queries, keys and values are seen in forwards only; use oneshot")
     if modifier.start is not None:
         raise RecipeError(f"{modifier.label}: start={modifier.start} is for training, and this is none; leave it out")
     if modifier.calibration_need == "none":

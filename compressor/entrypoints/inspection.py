@@ -18,6 +18,7 @@ from compressor.model.checkpoints.load import check_scheme_kept, load_compressed
 from compressor.model.folder import check_weight_files, read_config, read_json, resolve_folder, weight_files
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import QuantizedLayer
+from compressor.nn.attention.kv_cache import kv_scheme_of, quantized_parts
 from compressor.numerics import QuantizationScheme
 
 _RECORD = "compression.json"
@@ -93,6 +94,7 @@ class Inspection:
         architecture: class of transformers, as config.json says.
         storage: format of compressed-tensors; None where nothing is quantized.
         kv_cache: format of keys and values; None where they stay as they are.
+        queries: whether queries are quantized as well, in that format.
         num_bytes: of all weight files.
         quantized: layers, in the order of the model.
         tensors: all others, by name.
@@ -103,6 +105,7 @@ class Inspection:
     architecture: str
     storage: str | None
     kv_cache: str | None
+    queries: bool
     num_bytes: int
     quantized: tuple[InspectedModule, ...]
     tensors: tuple[InspectedModule, ...]
@@ -125,7 +128,7 @@ class Inspection:
         stored = self.storage or FLOAT
         said = [f"{self.architecture}, {stored}, {_mb(self.num_bytes)}"]
         if self.kv_cache is not None:
-            said.append(f"keys and values: {self.kv_cache}")
+            said.append(f"{'queries, keys' if self.queries else 'keys'} and values: {self.kv_cache}")
         said += ["", f"{'format':<40} {'count':>6} {'weights':>13} {'size':>10} {'zeros':>7}"]
         for name, members in _by_format((*self.quantized, *self.tensors)).items():
             said.append(_row(name, str(len(members)), _joined(members)))
@@ -175,17 +178,20 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
     found = config.get("quantization_config") or {}
     record = read_run_record(folder)
     quantized: tuple[InspectedModule, ...] = ()
+    kv, queries = None, False
     if found:
         errors = {name: one.get("error") for name, one in ((record or {}).get("modules") or {}).items()}
         model = load_compressed(folder, device="cpu")
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
         quantized = tuple(_layer(name, layer, errors.get(name)) for name, layer in layers.items())
-    kv = found.get("kv_cache_scheme")
+        kv = kv_scheme_of(model)
+        queries = any("q" in quantized_parts(module) for module in model.modules())
     return Inspection(
         folder=str(folder),
         architecture=str(next(iter(config.get("architectures") or []), config.get("model_type", "a model"))),
         storage=found.get("format"),
-        kv_cache=None if kv is None else f"{kv.get('type')}{kv.get('num_bits')} {kv.get('strategy')}",
+        kv_cache=None if kv is None else scheme_label(kv),
+        queries=queries,
         num_bytes=sum((folder / name).stat().st_size for name in weight_files(folder)),
         quantized=quantized,
         tensors=tuple(_float_tensors(folder, {one.name for one in quantized})),

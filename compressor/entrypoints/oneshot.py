@@ -400,15 +400,16 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         experts.calibrate_all()
     state.report.notes += [*experts.describe(), *check_values(state.model, state.claims.keys() | state.touched), *buffer_notes(state.model)]
     to_disk = place.output_dir is not None
-    schemes = {name: scheme for part in session.modifiers if isinstance(part, SchemeModifier) for name, scheme in part.schemes.items()}
-    kv = [part.kv_cache_scheme for part in session.modifiers if isinstance(part, SchemeModifier) and part.kv_cache_scheme is not None]
+    parts = [part for part in session.modifiers if isinstance(part, SchemeModifier)]
+    schemes = {name: scheme for part in parts for name, scheme in part.schemes.items()}
+    kv, queries = [part.kv_format for part in parts if part.kv_format is not None], any(part.attention_patterns for part in parts)
     if to_disk:
         check_readable(schemes, state.model, kv[0] if kv else None)
         saved_state(state.model)
     if not place.may_be_done:
         check_room(state.model, schemes, place.output_dir, place.run_dir)
     odd = module_notes(state.model) if state.keep_originals else []
-    for note in (*reading_notes(state.model, schemes, kv[0] if kv else None), *odd):
+    for note in (*reading_notes(state.model, schemes, kv[0] if kv else None, queries=queries), *odd):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
         if to_disk:
             warnings.warn(note, UserWarning, stacklevel=4)

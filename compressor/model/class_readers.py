@@ -16,8 +16,8 @@ from compressor.model.experts.unfuse import weight_converters
 from compressor.model.folder import some
 from compressor.model.targets import ends_of, other_names
 from compressor.nn import QuantizedLayer
+from compressor.nn.attention.kv_cache import KV_SCALES, attention_modules, kv_args
 from compressor.nn.experts import UnfusedExperts
-from compressor.nn.kv_cache import KV_SCALES, kv_args
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 # Settings of modules that say nothing of what a forward computes, or that shapes of weights say better: a layer's number, a size.
@@ -52,7 +52,11 @@ def check_readable(
 
 
 def reading_notes(
-    model: nn.Module, schemes: Mapping[str, QuantizationScheme], kv_cache_scheme: QuantizationArgs | None = None
+    model: nn.Module,
+    schemes: Mapping[str, QuantizationScheme],
+    kv_cache_scheme: QuantizationArgs | None = None,
+    *,
+    queries: bool = False,
 ) -> list[str]:
     """Say what a user must know about who reads a checkpoint of this model, before the run.
 
@@ -60,11 +64,13 @@ def reading_notes(
         model: compressed or not, with its experts taken apart; not changed.
         schemes: dotted name of every module that is or will be quantized to its scheme.
         kv_cache_scheme: format of keys and values, None where they are not quantized.
+        queries: they are or will be quantized as well.
 
     Returns:
         Sentences; none where transformers runs it as it is.
     """
     kv = [] if kv_cache_scheme is None else _kv_notes(model, schemes)
+    kv += _query_notes(model) if queries else []
     return [*reader_notes(model, schemes, has_kv=kv_cache_scheme is not None), *_class_notes(model, schemes), *kv]
 
 
@@ -85,6 +91,17 @@ def _kv_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> li
         f"transformers does not load {type(model).__name__} with quantized keys and values ({one}); compressor.load_compressed reads the "
         "checkpoint"
         for one in reasons
+    ]
+
+
+def _query_notes(model: nn.Module) -> list[str]:
+    """Say that compressed-tensors looks a function up for attention, and eager attention has none."""
+    eager = [name for name, module in attention_modules(model).items() if getattr(module.config, "_attn_implementation", "") == "eager"]
+    return [
+        f"transformers does not run {type(model).__name__} with quantized queries where attention is eager, as it is here ({some(eager)}: "
+        "compressed-tensors finds no function of that name); compressor.load_compressed reads the checkpoint, and so does transformers "
+        "with attn_implementation='sdpa', where the class has it"
+        for _ in eager[:1]
     ]
 
 

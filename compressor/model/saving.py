@@ -25,7 +25,7 @@ from compressor.model.checkpoints.save import MAX_SHARD_BYTES, as_pretrained, sa
 from compressor.model.class_readers import check_readable, reading_notes
 from compressor.model.folder import some
 from compressor.nn import QuantizedLayer, float_layer
-from compressor.nn.kv_cache import kv_scheme_of
+from compressor.nn.attention.kv_cache import kv_scheme_of, quantized_parts
 from compressor.nn.online_rotation import rotated_modules
 
 _NAME = "save_pretrained"
@@ -81,7 +81,8 @@ def save_compressed(
     """
     schemes = {name: layer.scheme for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
     check_readable(schemes, model, kv_scheme_of(model))
-    for note in (*reading_notes(model, schemes, kv_scheme_of(model)), *rotation_notes(model)):
+    queries = any("q" in quantized_parts(module) for module in model.modules())
+    for note in (*reading_notes(model, schemes, kv_scheme_of(model), queries=queries), *rotation_notes(model)):
         warnings.warn(note, UserWarning, stacklevel=3)
     return save_checkpoint(
         model,

@@ -45,8 +45,8 @@ class TrainingModifier(SchemeModifier):
             for name, value in (("end", self.end), ("update", self.update), ("disable_quantization_observer_epoch", freeze)):
                 if value is not None:
                     raise RecipeError(f"{name}={value} is for training, which needs a start; give start, or leave {name} out")
-        if self.start is not None and self.kv_cache_scheme is not None:
-            raise RecipeError("kv_cache_scheme: keys and values are calibrated, not trained; give them to a modifier of their own")
+        if self.start is not None and self.kv_format is not None:
+            raise RecipeError("kv_cache_scheme: queries, keys and values are calibrated, not trained; give them to a modifier of their own")
         return self
 
     def plan_key(self) -> Hashable:

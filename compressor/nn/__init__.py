@@ -4,7 +4,7 @@ layer.py    what all of them share      storage.py  how a weight lies in memory 
 quantized_linear.py  quantized_embedding.py         build.py    float module -> layer
 fake_quant.py        the same while they are trained  straight_through.py  gradients through rounding
 sharding.py where tensor parallelism may cut        lora.py     adapters of peft beside them
-kv_cache.py keys and values in 8 bits   experts.py  experts one by one
+attention/  keys and values in 8 bits     experts.py  experts one by one
 """
 
 from __future__ import annotations

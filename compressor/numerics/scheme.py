@@ -350,7 +350,7 @@ class QuantizationScheme(BaseModel):
     Attributes:
         targets: class names, module names or "re:<regex>".
         weights: how the weight is quantized, static.
-        input_activations: how the input is quantized; None leaves it as it is.
+        input_activations: how the input is quantized; None leaves it as it is. Without weights: queries, keys and values of attention.
         output_activations: not supported; there so that a config that has it is refused by name.
         format: the checkpoint format; None picks it, see compression_format.
     """
@@ -404,7 +404,7 @@ class QuantizationScheme(BaseModel):
     @model_validator(mode="after")
     def _check_inputs(self) -> QuantizationScheme:
         inputs = self.input_activations
-        if inputs is None:
+        if inputs is None or self.weights is None:
             return self
         if inputs.strategy not in _INPUT_STRATEGIES:
             raise SchemeError(f"input_activations: strategy={inputs.strategy!r} is not supported; use 'token' (dynamic) or 'tensor'")

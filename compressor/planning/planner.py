@@ -31,6 +31,7 @@ from compressor.model.loading.stand_in import load_skeleton
 from compressor.modifiers.gptq import Mode
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.nn import weight_of
+from compressor.nn.attention.kv_cache import attention_modules
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
@@ -121,6 +122,7 @@ class Plan:
         online_share: of that in the products of all linear layers.
         ranks: processes that would share the run; the estimates are those of one of them.
         fit: what of it fits into the memory of the GPU that was named.
+        attention: what of attention would be quantized; None where nothing would.
         unwritable: why a run that is to write a checkpoint would be refused; None where it would not.
     """
 
@@ -135,6 +137,7 @@ class Plan:
     online_share: float = 0.0
     ranks: int = 1
     fit: Fit | None = None
+    attention: str | None = None
     unwritable: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -155,6 +158,7 @@ class Plan:
             "online_share": self.online_share,
             "ranks": self.ranks,
             "fit": None if self.fit is None else self.fit.to_dict(),
+            "attention": self.attention,
             "unwritable": self.unwritable,
         }
 
@@ -207,7 +211,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
             setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
             if not isinstance(model, nn.Module):  # on a GPU the next layer is on its way
                 setting = replace(setting, num_ahead=1 if on_gpu else 0)
-            unwritable = _unwritable(skeleton, parsed.modifiers)
+            attention, unwritable = _attention(skeleton, parsed.modifiers), _unwritable(skeleton, parsed.modifiers)
             with _reshaped(skeleton, parsed.modifiers):
                 follow = _Following(skeleton, batches.example())
                 made = _made(skeleton, parsed, chosen, settings, setting, follow)
@@ -218,14 +222,19 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    return replace(made, modes=modes, ranks=settings.ranks, fit=fit, unwritable=unwritable)
+    return replace(made, modes=modes, ranks=settings.ranks, fit=fit, attention=attention, unwritable=unwritable)
+
+
+def _attention(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None:
+    quantizing = [one for one in modifiers if isinstance(one, SchemeModifier) and one.kv_format is not None]
+    return quantizing[0].describe_kv(len(attention_modules(skeleton))) if quantizing else None
 
 
 def _unwritable(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None:
     """What a run says before its calibration where nobody could read the checkpoint; without one the model may be used as it is."""
     quantizing = [one for one in modifiers if isinstance(one, SchemeModifier)]
     schemes = {name: scheme for one in quantizing for name, scheme in one.resolve(skeleton).items()}
-    kv = next((one.kv_cache_scheme for one in quantizing if one.kv_cache_scheme is not None), None)
+    kv = next((one.kv_format for one in quantizing if one.kv_format is not None), None)
     try:
         check_readable(schemes, skeleton, kv)
     except (SchemeError, ModelError) as error:

@@ -77,6 +77,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     for name, modules in join_alike(plan.skipped, lambda module: module.reason):
         times = f" ({len(modules)} modules)" if len(modules) > 1 else ""
         console.print(f"stays as it is: {name}{times}: {modules[0].reason}")
+    if plan.attention is not None:
+        console.print(plan.attention)
     if plan.unwritable is not None:
         console.print(f"no checkpoint of this can be written: {plan.unwritable}")
     console.print(_stages(plan.estimate))

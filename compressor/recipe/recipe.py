@@ -178,7 +178,7 @@ def _lent(recipe: Recipe, places: Mapping[int, str]) -> Recipe:
 
 def _lend(lender: QuantizationModifier, solver: SchemeModifier) -> bool:
     """Give schemes from one to the other; False where some stay, for embeddings. Changes both."""
-    schemes = {f"group_{number}": scheme for number, scheme in enumerate(lender.target_schemes())}
+    schemes = {f"group_{number}": scheme for number, scheme in enumerate([*lender.target_schemes(), *lender.attention_schemes()])}
     rest = {name: scheme.model_copy(update={"targets": [_EMBEDDING]}) for name, scheme in schemes.items() if _EMBEDDING in scheme.targets}
     others = {name: [target for target in scheme.targets if target != _EMBEDDING] for name, scheme in schemes.items()}
     groups = {name: schemes[name].model_copy(update={"targets": targets}) for name, targets in others.items() if targets}

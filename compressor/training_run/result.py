@@ -180,9 +180,9 @@ def check_saveable(modifiers: Sequence[Modifier], model: nn.Module, dtype: torch
     """
     parts = [part for part in modifiers if isinstance(part, SchemeModifier)]
     schemes = {name: scheme for part in parts for name, scheme in part.schemes.items()}
-    kv = next((part.kv_cache_scheme for part in parts if part.kv_cache_scheme is not None), None)
+    kv = next((part.kv_format for part in parts if part.kv_format is not None), None)
     check_readable(schemes, model, kv, dtype)
-    notes = reading_notes(model, schemes, kv)
+    notes = reading_notes(model, schemes, kv, queries=any(part.attention_patterns for part in parts))
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=4)
     return notes

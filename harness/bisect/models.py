@@ -18,8 +18,8 @@ from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import read_config, some
 from compressor.model.loading.load import load_model, load_tokenizer, resolve_device
 from compressor.nn import QuantizedLayer
+from compressor.nn.attention.kv_cache import kv_args
 from compressor.nn.experts import UnfusedExperts
-from compressor.nn.kv_cache import kv_args
 from compressor.nn.online_rotation import rotated_modules
 from harness.validation.format.container import read_checkpoint
 from harness.validation.format.fused import fused_again, with_single_experts

@@ -18,7 +18,7 @@ from harness.validation.format.container import Checkpoint, read_checkpoint
 from harness.validation.format.experts import PrunedExperts
 from harness.validation.format.fused import with_single_experts
 from harness.validation.format.record import read_record
-from harness.validation.format.scheme import ConfigGroup, read_config_groups
+from harness.validation.format.scheme import ConfigGroup, attention_scheme, read_config_groups
 from harness.validation.format.transforms import Transform, read_transforms, transformed, transposed_modules
 from harness.validation.loading import fused_layouts, module_classes
 
@@ -205,9 +205,11 @@ def is_ignored(module: str, classes: Mapping[str, Sequence[str]], ignore: Sequen
 
 
 def _no_weights(config: Mapping[str, Any]) -> bool:
-    """Only keys and values are quantized, or inputs and outputs turned in every forward."""
-    others = config.get("kv_cache_scheme"), config.get("transform_config") or None
-    return any(isinstance(other, Mapping) for other in others) and not config.get("config_groups")
+    """Only keys and values are quantized, queries maybe, or inputs and outputs turned in every forward."""
+    queries = attention_scheme(config)
+    others = config.get("kv_cache_scheme"), config.get("transform_config") or None, queries
+    groups = config.get("config_groups") or {}
+    return any(isinstance(other, Mapping) for other in others) and len(groups) == (queries is not None)
 
 
 def _with_problem(subject: Subject, problem: str) -> Subject:

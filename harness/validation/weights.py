@@ -81,8 +81,10 @@ def _with_unread(record: CheckRecord, unread: list[str]) -> CheckRecord:
 
 
 def _kv_problems(subject: Subject) -> list[str]:
-    """Say which scales of keys and values cannot be."""
-    names = [name for name in subject.compressed.entries if name.endswith(("k_scale", "v_scale")) and name not in subject.base.entries]
+    """Say which scales of queries, keys and values cannot be."""
+    names = [
+        name for name in subject.compressed.entries if name.endswith(("q_scale", "k_scale", "v_scale")) and name not in subject.base.entries
+    ]
     scales = {name: subject.compressed.tensor(name).double() for name in names}
     return [
         f"{name}: is not finite and above 0 everywhere"

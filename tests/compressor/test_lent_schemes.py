@@ -112,9 +112,10 @@ def test_no_steps_of_learned_rounding_are_rounding_without_data() -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_attention_as_a_target_is_refused_with_what_there_is_for_it() -> None:
-    scheme = ForeignScheme(targets=["LlamaAttention"], input_activations=ForeignArgs(num_bits=8, type="float", strategy="tensor"))
-    with pytest.raises(
-        RecipeError, match=r"\['LlamaAttention'\] alone was given; queries of attention are not quantized here.*kv_cache_scheme"
-    ):
-        load_recipe(QuantizationModifier(config_groups={"attention": scheme}))
+def test_attention_as_a_target_goes_along_with_the_schemes_that_are_lent() -> None:
+    own = ForeignScheme(targets=["LlamaAttention"], input_activations=ForeignArgs(num_bits=8, type="float", strategy="attn_head"))
+    groups = {"w": {"targets": ["Linear"], "weights": INT4}, "attention": own}
+    (solver,) = load_recipe([QuantizationModifier(config_groups=groups, ignore=["lm_head"]), GPTQModifier()]).modifiers
+    assert isinstance(solver, GPTQModifier)
+    assert solver.attention_patterns == ["LlamaAttention"] and solver.kv_format is not None and solver.kv_format.strategy == "attn_head"
+    assert [scheme.targets for scheme in solver.target_schemes()] == [["Linear"]]

@@ -43,7 +43,6 @@ REFUSED = {
     ),
     "quantizing_moe/deepseek_v4_mixed_mxfp4_mxfp8": (f"add {GROUPED} to ignore", {"ignore": [GROUPED]}),
     "quantizing_moe/deepseek_v4_pro_example": (f"add {GROUPED} to ignore", {"ignore": [GROUPED]}),
-    "quantization_attention/llama3_attention": ("queries of attention are not quantized here", None),
 }
 MORE_HERE = {
     "awq/step3p5_example": {"model.language_model.layers.*.mlp.experts.*"},  # whose experts are not taken apart there
@@ -69,9 +68,7 @@ def resolved(entry: dict[str, Any]) -> dict[str, dict[str, str]]:
     for modifier in load_recipe(recipe_of(entry)).modifiers:
         if isinstance(modifier, SchemeTargets):
             schemes |= {name: scheme_text(scheme) for name, scheme in modifier.resolve(model).items()}
-            schemes |= {
-                name: f"input_activations {args_text(modifier.kv_cache_scheme)}" for name in modifier.kv_targets(model, modifier.ignore)
-            }
+            schemes |= {name: f"input_activations {args_text(modifier.kv_format)}" for name in modifier.kv_targets(model, modifier.ignore)}
         elif isinstance(modifier, SparseGPTModifier):
             pruned |= dict.fromkeys(modifier.prunable(model), f"{modifier.sparsity} {modifier.mask_structure}")
     return {"schemes": schemes, "pruned": pruned}

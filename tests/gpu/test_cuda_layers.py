@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor.nn import QuantizedLayer, quantized, set_matmul
-from compressor.nn.kv_cache import QuantizedKVCache, attach_kv_quantizer, attention_modules
+from compressor.nn.attention.kv_cache import QuantizedKVCache, attach_kv_quantizer, attention_modules
 from compressor.numerics import PRESETS, QuantizationArgs, code_product, make_observer, preset_scheme, product_path
 from harness import verify_module
 

@@ -19,5 +19,6 @@ FAMILIES: Mapping[str, str] = {
     "transforms": "tests.mutation.transforms:FAMILY",
     "goldens": "tests.mutation.goldens:FAMILY",
     "checkpoints": "tests.mutation.checkpoints:FAMILY",
+    "attention": "tests.mutation.attention:FAMILY",
     "replay": "tests.mutation.replay:FAMILY",
 }

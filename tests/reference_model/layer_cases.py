@@ -230,7 +230,7 @@ def kv_cases() -> Iterator[tuple[str, Callable[[], Result]]]:
 
 
 def _kv_cache(args: QuantizationArgs) -> Result:
-    from compressor.nn.kv_cache import CodesLayer, attach_kv_quantizer, attention_modules
+    from compressor.nn.attention.kv_cache import CodesLayer, attach_kv_quantizer, attention_modules
     from harness.goldens.tiny_model import build_tiny_model
 
     shape = (1,) if args.strategy == "tensor" else (_HEADS, 1, 1)

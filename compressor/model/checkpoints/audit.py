@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from compressor.errors import CheckpointError, ModelError, NumericsError, ResumeError, SchemeError
 from compressor.model.folder import one_line, read_json, some
-from compressor.nn.kv_cache import PARTS, kv_args
+from compressor.nn.attention.kv_cache import kv_args, quantized_parts
 from compressor.nn.layer import QuantizedLayer
 from compressor.numerics.qparams import QParams, check_qparams
 from compressor.numerics.scheme import QuantizationScheme
@@ -100,7 +100,7 @@ def _kv_fault(name: str, attention: nn.Module) -> str | None:
     if args is None or args.dynamic:
         return None
     try:
-        for part in PARTS:
+        for part in quantized_parts(attention):
             qparams = QParams(attention.get_buffer(f"{part}_scale"), getattr(attention, f"{part}_zero_point", None))
             check_qparams(qparams, f"{name}.{part}", args)
     except NumericsError as error:

@@ -18,7 +18,7 @@ from compressor.model.experts.format import fused_modules, plain_names
 from compressor.model.folder import some
 from compressor.model.targets import matches
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
-from compressor.nn.kv_cache import kv_scheme_of
+from compressor.nn.attention.kv_cache import attention_modules, kv_scheme_of, quantized_parts
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
@@ -36,6 +36,7 @@ def quantization_config(
     *,
     others: Collection[str] = (),
     kv_cache_scheme: QuantizationArgs | None = None,
+    attention: Sequence[str] = (),
     dtype: torch.dtype = torch.bfloat16,
     transforms: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def quantization_config(
         ignore: linear layers that stay as they are.
         others: names among `modules` of what is no linear layer (embeddings), for which the class would not stand.
         kv_cache_scheme: format of keys and values, None where they are not quantized.
+        attention: classes of attention modules that quantize queries as well, in the format of keys and values.
         dtype: in which the model computes.
         transforms: the value of `transform_config`: rotations that are computed in every forward.
 
@@ -67,12 +69,16 @@ def quantization_config(
     if len(groups) == 1 and not others:
         next(iter(groups.values()))["targets"] = [_LINEAR]
     formats = sorted({group["format"] for group in groups.values()}) or ["dense"]
+    queries = {"format": "dense", "input_activations": _args(kv_cache_scheme), "output_activations": None, "weights": None}
+    described = [*groups.values(), *([{**queries, "targets": list(attention)}] if attention else [])]
+    # vLLM asks for a kv_cache_scheme; beside a group, compressed-tensors 0.20 confuses the dtypes of scales and zero points.
+    is_said = bool(attention) and kv_cache_scheme is not None and not kv_cache_scheme.symmetric
     config = {
-        "config_groups": {f"group_{index}": group for index, group in enumerate(groups.values())},
+        "config_groups": {f"group_{index}": group for index, group in enumerate(described)},
         "format": formats[0] if len(formats) == 1 else "mixed-precision",
         "global_compression_ratio": None,
         "ignore": list(ignore),
-        "kv_cache_scheme": _args(kv_cache_scheme),
+        "kv_cache_scheme": None if is_said else _args(kv_cache_scheme),
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},
@@ -106,11 +112,13 @@ def config_of(
     names = renamed or {}
     ignore = unquantized_linears(model)
     embeddings = [name for name in schemes if isinstance(model.get_submodule(name), QuantizedEmbedding)]
+    queries = {type(module).__name__ for module in attention_modules(model).values() if "q" in quantized_parts(module)}
     return quantization_config(
         {alias: scheme for name, scheme in schemes.items() for alias in (name, names.get(name, name))},
         ignore + [names[name] for name in ignore if name in names],
         others=[alias for name in embeddings for alias in (name, names.get(name, name))],
         kv_cache_scheme=kv,
+        attention=sorted(queries),
         dtype=_dtype_of(model),
         transforms=transforms,
     )

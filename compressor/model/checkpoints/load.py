@@ -9,7 +9,7 @@ built without them, and memory is that of the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from compressor.model.loading.load import DTYPES, LOAD_ERRORS, quiet_transformer
 from compressor.model.saving import attach_save
 from compressor.model.targets import matches, other_names, put_module
 from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
+from compressor.nn.attention.kv_cache import attach_kv_quantizer, attention_modules
 from compressor.nn.experts import UnfusedExperts, split_weights
-from compressor.nn.kv_cache import attach_kv_quantizer, attention_modules
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 from compressor.settings.kinds import DEVICE, MODEL_CLASS, PATH
@@ -86,9 +86,7 @@ def load_compressed(
     unfuse_into(UnfusedModel(model), prove=False)  # there is nothing to run yet
     tensors = _read(folder)
     split = _split_fused(model, tensors)
-    if kv_cache_scheme is not None:
-        for name, attention in attention_modules(model).items():
-            attach_kv_quantizer(attention, kv_cache_scheme, name=name, empty=True)
+    _attach_kv(model, [one for one in schemes if one.weights is None], kv_cache_scheme, folder)
     rotations = read_rotations(model, config["quantization_config"], tensors, folder)
     _place_layers(model, tensors, schemes, folder)
     for name, rotation in rotations:
@@ -99,6 +97,22 @@ def load_compressed(
     set_matmul(model, matmul)
     attach_save(model, _record(folder))
     return model.to(resolve_device(device)).eval()
+
+
+def _attach_kv(model: nn.Module, groups: Sequence[QuantizationScheme], kv_cache_scheme: QuantizationArgs | None, folder: Path) -> None:
+    """Give attention modules empty scales: of keys and values by kv_cache_scheme, of queries as well by a group for inputs alone."""
+    found = attention_modules(model)
+    for group in groups:
+        if not any(matches(name, module, target) for target in group.targets for name, module in found.items()):
+            raise ModelError(
+                f"{folder}: a group quantizes the inputs of {group.targets} and no weights, which only attention has here; {_ELSEWHERE}"
+            )
+    for name, attention in found.items():
+        meant = (group.input_activations for group in groups if any(matches(name, attention, one) for one in group.targets))
+        own = next(meant, None)
+        args = own or kv_cache_scheme
+        if args is not None:
+            attach_kv_quantizer(attention, args, name=name, empty=True, queries=own is not None)
 
 
 def check_scheme_kept(folder: Path, config: Mapping[str, Any]) -> None:
@@ -161,10 +175,11 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
 
 def _scheme(group: Mapping[str, Any], model_format: str | None) -> QuantizationScheme:
     parts = {key: None if group.get(key) is None else QuantizationArgs(**_fields(group[key])) for key in _SCHEME_PARTS}
-    # A group without a format of its own has the model's, unless that only says that groups differ.
-    stored_as = group.get("format") or (None if model_format in _NO_FORMAT else model_format)
-    if stored_as == "naive-quantized" and parts["weights"] is not None:  # the same bytes under a name of their own
-        stored_as = f"{parts['weights'].type}-quantized"
+    # A group without a format of its own has the model's, unless that only says that groups differ; one without weights stores none.
+    weights = parts["weights"]
+    stored_as = None if weights is None else group.get("format") or (None if model_format in _NO_FORMAT else model_format)
+    if stored_as == "naive-quantized" and weights is not None:  # the same bytes under a name of their own
+        stored_as = f"{weights.type}-quantized"
     return QuantizationScheme(targets=group["targets"], output_activations=group.get("output_activations"), format=stored_as, **parts)
 
 
@@ -215,7 +230,8 @@ def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list
         on_disk = stored.get(name, name)
         if on_disk not in quantized:
             continue
-        scheme = next((one for one in schemes if any(_is_meant(module, (name, on_disk), target) for target in one.targets)), None)
+        weighing = (one for one in schemes if one.weights is not None)
+        scheme = next((one for one in weighing if any(_is_meant(module, (name, on_disk), target) for target in one.targets)), None)
         if scheme is None:
             raise ModelError(
                 f"{folder}: {on_disk} is stored quantized, but no group of the quantization_config targets it; restore config.json"

@@ -15,7 +15,8 @@ from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_v
 from compressor.errors import SchemeError, TargetError
 from compressor.model.targets import check_patterns
 from compressor.modifiers.schemes.kv_cache import KVCacheTargets
-from compressor.numerics import QuantizationScheme, preset_scheme
+from compressor.nn.attention.kv_cache import check_kv_args
+from compressor.numerics import QuantizationArgs, QuantizationScheme, preset_scheme
 from compressor.numerics.scheme import OBSERVER_KINDS
 from compressor.spelling import suggest
 
@@ -78,7 +79,7 @@ class SchemeSettings(KVCacheTargets):
         targets: class names, dotted names or `re:` patterns of the modules that get `scheme`.
         ignore: patterns of modules that stay as they are.
         scheme: preset name, or a mapping of preset names to targets.
-        config_groups: named schemes with full arguments, in place of `scheme`.
+        config_groups: named schemes with full arguments, in place of `scheme`; one for inputs alone is for attention itself.
         kv_cache_scheme: format of keys and values; None leaves them as they are.
         weight_observer: observer of all weights, in place of the scheme's own.
         input_observer: observer of all static inputs, in place of the scheme's own.
@@ -155,6 +156,36 @@ class SchemeSettings(KVCacheTargets):
         return self
 
     @property
+    def attention_patterns(self) -> list[str]:
+        """Targets of the schemes that quantize attention itself; empty where there is none."""
+        return [target for scheme in self.attention_schemes() for target in scheme.targets]
+
+    @property
+    def kv_format(self) -> QuantizationArgs | None:
+        """Format of keys and values, and of queries where attention itself is a target; None leaves them as they are."""
+        return next((scheme.input_activations for scheme in self.attention_schemes()), self.kv_cache_scheme)
+
+    def attention_schemes(self) -> list[QuantizationScheme]:
+        """List the schemes of the recipe that are for attention itself: for inputs alone, without weights.
+
+        Returns:
+            Each with its observer filled in.
+        """
+        groups = (self.config_groups or {}).values()
+        return [self._with_observer(scheme) for scheme in groups if scheme.weights is None and scheme.input_activations is not None]
+
+    def _check_attention(self) -> None:
+        formats = [scheme.input_activations for scheme in self.attention_schemes()]
+        for scheme in self.attention_schemes():
+            assert scheme.input_activations is not None
+            check_kv_args(scheme.input_activations, f"{type(self).__name__}: inputs alone of {scheme.targets}")
+        if formats and any(args not in (None, formats[0]) for args in (*formats, self.kv_cache_scheme)):
+            raise SchemeError(
+                f"{type(self).__name__}: queries, keys and values were given several formats, as config_groups or as kv_cache_scheme; give "
+                "one, for all attention modules"
+            )
+
+    @property
     def lacks_schemes(self) -> bool:
         """True where a modifier before this one must say all that concerns schemes."""
         return self.borrows and not set(SchemeSettings.model_fields) & {
@@ -177,16 +208,19 @@ class SchemeSettings(KVCacheTargets):
 
     def _check_use(self) -> None:
         """Refuse settings that would do nothing."""
-        schemes = self.target_schemes()
+        self._check_attention()
+        schemes = [*self.target_schemes(), *self.attention_schemes()]
         own = {target for scheme in schemes for target in scheme.targets}
         if not isinstance(self.scheme, str) and self.targets != ["Linear"] and set(self.targets) != own:
             raise SchemeError(f"targets: {self.targets} was given beside schemes that name their own; leave targets out")
+        if self.weight_observer is not None and not self.target_schemes():
+            raise SchemeError(f"weight_observer: {self.weight_observer!r} was given without a scheme for weights; leave it out")
         inputs = [scheme.input_activations for scheme in schemes]
         if self.input_observer is not None and all(args is None or args.dynamic is True for args in inputs):
             raise SchemeError("input_observer: no scheme has inputs with static scales, which it could find; leave it out")
 
     def target_schemes(self) -> list[QuantizationScheme]:
-        """List the schemes of the recipe.
+        """List the schemes of the recipe that are for weights.
 
         Returns:
             Each scheme with its targets, observers and column order filled in.
@@ -195,7 +229,7 @@ class SchemeSettings(KVCacheTargets):
             SchemeError: a preset does not exist.
         """
         if self.config_groups is not None:
-            schemes = list(self.config_groups.values())
+            schemes = [one for one in self.config_groups.values() if one.weights is not None or one.input_activations is None]
         elif isinstance(self.scheme, dict):
             schemes = [preset_scheme(name, targets) for name, targets in self.scheme.items()]
         elif self.scheme is None and self.kv_cache_scheme is not None:
@@ -206,19 +240,18 @@ class SchemeSettings(KVCacheTargets):
         return [self._completed(scheme) for scheme in schemes]
 
     def _completed(self, scheme: QuantizationScheme) -> QuantizationScheme:
-        weights, inputs = scheme.weights, scheme.input_activations
-        if weights is None and inputs is not None:
-            raise SchemeError(
-                f"{type(self).__name__}: a scheme for the inputs of {scheme.targets} alone was given; queries of attention are not "
-                "quantized here, and keys and values by kv_cache_scheme: give that, or weights"
-            )
+        weights = scheme.weights
         if weights is None:
             raise SchemeError(f"{type(self).__name__}: a scheme for {scheme.targets} without weights was given; add its weights")
         if self.weight_observer is not None:
             weights = weights.model_copy(update={"observer": self.weight_observer})
-        if inputs is not None and self.input_observer is not None:
-            inputs = inputs.model_copy(update={"observer": self.input_observer})
-        return scheme.model_copy(update={"weights": weights, "input_activations": inputs})
+        return self._with_observer(scheme.model_copy(update={"weights": weights}))
+
+    def _with_observer(self, scheme: QuantizationScheme) -> QuantizationScheme:
+        inputs = scheme.input_activations
+        if inputs is None or self.input_observer is None:
+            return scheme
+        return scheme.model_copy(update={"input_activations": inputs.model_copy(update={"observer": self.input_observer})})
 
     @property
     def needs_inputs(self) -> bool:

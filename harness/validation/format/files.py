@@ -17,6 +17,7 @@ from harness.validation.format.container import Checkpoint
 from harness.validation.format.decoder import expected_parts
 from harness.validation.format.online import matrix_names
 from harness.validation.format.record import read_record
+from harness.validation.format.scheme import attention_scheme
 from harness.validation.format.transforms import TransformedCheckpoint, config_settings
 from harness.validation.loading import LOADER_ERRORS, first_line, with_settings
 from harness.validation.subject import Subject
@@ -276,13 +277,15 @@ def _expected_names(subject: Subject) -> tuple[set[str], set[str], set[str]]:
 
 
 def _kv_names(subject: Subject) -> set[str]:
-    """Return the scales (and zero points) that static quantization of keys and values adds to every attention module."""
-    scheme = (subject.quantization_config or {}).get("kv_cache_scheme")
+    """Return the scales (and zero points) that static quantization of keys, values and queries adds to every attention module."""
+    config = subject.quantization_config or {}
+    queries = attention_scheme(config)
+    scheme = config.get("kv_cache_scheme") or queries
     if not isinstance(scheme, Mapping) or scheme.get("dynamic"):
         return set()
     kinds = ("scale",) if scheme.get("symmetric", True) else ("scale", "zero_point")
     owners = {name.rpartition(".")[0].rpartition(".")[0] for name in subject.base.entries if name.endswith(_KV_PROJECTIONS)}
-    return {f"{owner}.{part}_{kind}" for owner in owners for part in ("k", "v") for kind in kinds}
+    return {f"{owner}.{part}_{kind}" for owner in owners for part in ("k", "v", *(["q"] if queries else [])) for kind in kinds}
 
 
 def _is_tied_copy(subject: Subject, name: str) -> bool:

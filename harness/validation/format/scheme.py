@@ -180,8 +180,25 @@ _FORMATS = {"pack-quantized": "int", "int-quantized": "int", "float-quantized": 
 )
 
 
+def attention_scheme(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return how queries, keys and values are quantized where attention itself is a target.
+
+    Args:
+        config: the value of quantization_config in config.json.
+    Returns:
+        The arguments of the group for inputs alone; None where there is none.
+    """
+    groups = config.get("config_groups")
+    found = [group for group in groups.values() if _is_of_attention(group)] if isinstance(groups, Mapping) else []
+    return found[0]["input_activations"] if found else None
+
+
+def _is_of_attention(group: Any) -> bool:
+    return isinstance(group, Mapping) and group.get("weights") is None and isinstance(group.get("input_activations"), Mapping)
+
+
 def read_config_groups(config: Mapping[str, Any]) -> list[ConfigGroup]:
-    """Read the config groups of a quantization_config.
+    """Read the config groups of a quantization_config that quantize weights.
 
     Args:
         config: the value of quantization_config in config.json.
@@ -193,7 +210,7 @@ def read_config_groups(config: Mapping[str, Any]) -> list[ConfigGroup]:
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ValueError("quantization_config holds no config_groups")
-    return [_config_group(name, group, str(config.get("format"))) for name, group in groups.items()]
+    return [_config_group(name, group, str(config.get("format"))) for name, group in groups.items() if not _is_of_attention(group)]
 
 
 def _config_group(name: str, group: Any, default_format: str) -> ConfigGroup:

@@ -10,6 +10,7 @@ from typing import Any
 from compressor.model.folder import some
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
+from harness.validation.format.scheme import attention_scheme
 from harness.validation.policy import Policy
 from harness.validation.serving.contract import ARGUMENT_FIELDS, FORMATS, LAYOUTS, QUANTIZED_PARTS, RULES, STRATEGIES, Rules
 from harness.validation.serving.resolve import Group, Layer, read_groups, read_layers
@@ -227,10 +228,13 @@ def _is_packed(judged: _Judged, layer: Layer) -> bool:
 
 
 def _check_kv(judged: _Judged) -> CheckRecord:
-    scheme = (judged.subject.quantization_config or {}).get("kv_cache_scheme")
-    if not isinstance(scheme, Mapping):
+    config = judged.subject.quantization_config or {}
+    scheme, queries = config.get("kv_cache_scheme"), attention_scheme(config)
+    if not isinstance(scheme, Mapping) and queries is None:
         return KV_CACHE.skipped("keys and values are not quantized")
-    problem = _kv_problem(scheme, judged.rules)
+    problem = _kv_problem(scheme, judged.rules) if isinstance(scheme, Mapping) else "attention is quantized without a kv_cache_scheme"
+    if problem is None and queries is not None and not judged.rules.takes_queries:
+        problem = "queries are quantized, whose scales have no place there"
     if problem and not judged.rules.refuses_kv:
         return KV_CACHE.record(Outcome.PASS, f"{judged.server.title} passes it over: {problem}", findings=[problem])
     return KV_CACHE.found([problem] if problem else [], "fp8, as the server takes it")

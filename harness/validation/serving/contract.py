@@ -156,6 +156,7 @@ class Rules:
         takes_sparsity: a `sparsity_config` with targets is read.
         kv_strategies: of keys and values, which must be symmetric fp8; others are refused.
         refuses_kv: others are an error, and not passed over.
+        takes_queries: scales of queries have a place where attention itself is quantized.
         embeddings: layouts that an embedding may have; its weights alone.
         routers: architectures whose routers may be quantized; those of all others are built as floats.
         transforms: places where a transform may act in the forward.
@@ -165,6 +166,7 @@ class Rules:
     takes_sparsity: bool
     kv_strategies: frozenset[str]
     refuses_kv: bool
+    takes_queries: bool
     embeddings: frozenset[str]
     routers: frozenset[str]
     transforms: frozenset[str]
@@ -179,6 +181,7 @@ RULES: Mapping[ServerName, Rules] = MappingProxyType(
             takes_sparsity=False,
             kv_strategies=frozenset({"tensor", "attn_head"}),
             refuses_kv=True,
+            takes_queries=True,
             embeddings=frozenset({"packed"}),
             routers=frozenset({"JambaForCausalLM", "Lfm2MoeForCausalLM", "Qwen3MoeForCausalLM"}),
             transforms=frozenset({"input", "output", "weight_input", "weight_output"}),
@@ -189,6 +192,7 @@ RULES: Mapping[ServerName, Rules] = MappingProxyType(
             takes_sparsity=True,
             kv_strategies=frozenset({"tensor"}),
             refuses_kv=False,
+            takes_queries=False,
             embeddings=frozenset(),
             routers=frozenset({"Qwen3MoeForCausalLM"}),
             transforms=frozenset({"weight_input", "weight_output"}),

@@ -14,10 +14,13 @@ from compressor.model.checkpoints.format import quantization_config
 from compressor.nn import QuantizedLayer, quantized
 from compressor.numerics import make_observer, preset_scheme
 from harness.reporting.verdict import Outcome
+from harness.validation.behaviour.acceptance import check_accepted
 from harness.validation.format.decoder import decode_module, expected_parts, float8_values
 from harness.validation.format.files import check_tensors
 from harness.validation.format.scheme import WeightScheme, fp4_as_fp8, read_config_groups
+from harness.validation.policy import Policy
 from harness.validation.subject import read_subject
+from harness.validation.weights import check_weights
 
 PRESETS = ("FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16")
 
@@ -130,3 +133,23 @@ def test_scales_of_keys_and_values_belong_to_the_folder(kv: dict[str, object], r
     save_file(stored_tensors | planted, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
     record = check_tensors(read_subject(reference_model, tmp_path / "out"))
     assert record.outcome is Outcome.FAIL and "mlp.k_scale: is unexpected" in record.findings[0]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_scales_of_queries_belong_to_the_folder_where_attention_is_a_target(symmetric: bool, reference_model: Path, tmp_path: Path) -> None:
+    attention = {"targets": ["LlamaAttention"], "input_activations": {"num_bits": 8, "strategy": "attn_head", "symmetric": symmetric}}
+    weights = {"targets": ["re:.*mlp..*_proj"], "weights": {"num_bits": 8, "strategy": "channel"}}
+    groups = {"attention": attention} if symmetric else {"attention": attention, "weights": weights}
+    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"config_groups": groups}}}}
+    data = {"dataset": reference_model / "calibration.safetensors", "num_calibration_samples": 2}
+    oneshot(reference_model, recipe=recipe, output_dir=tmp_path / "out", **data)
+    subject = read_subject(reference_model, tmp_path / "out")
+    assert subject.quantizes_weights is not symmetric and bool(subject.modules) is not symmetric and not subject.problems
+    assert check_tensors(subject).outcome is check_accepted(subject).outcome is Outcome.PASS
+    stored_tensors = load_file(tmp_path / "out" / "model.safetensors")
+    del stored_tensors["model.layers.1.self_attn.q_scale"]
+    stored_tensors["model.layers.0.self_attn.q_scale"].fill_(0)
+    save_file(stored_tensors, tmp_path / "out" / "model.safetensors", metadata={"format": "pt"})
+    damaged = read_subject(reference_model, tmp_path / "out")
+    assert "layers.1.self_attn.q_scale: is missing" in check_tensors(damaged).findings[0]
+    assert "layers.0.self_attn.q_scale: is not finite and above 0" in check_weights(damaged, (), Policy())[0].findings[0]

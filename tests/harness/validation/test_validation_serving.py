@@ -142,6 +142,30 @@ def test_sglang_differs_where_its_loader_does(workspace, compressed):
     assert "serving.kv_cache" not in found(with_keys, "sglang")
 
 
+ATTENTION = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("targets", "kv", "check", "message"),
+    [
+        (["LlamaAttention"], ATTENTION, None, ""),
+        (["LlamaAttention"], None, "serving.kv_cache", "attention is quantized without a kv_cache_scheme"),
+        (["LlamaAttention", "OtherAttention"], ATTENTION, "serving.config", "has no arguments for weights"),
+    ],
+)
+def test_attention_as_a_target_is_taken_as_one_class_with_a_scheme_for_the_cache(workspace, pristine, targets, kv, check, message):
+    base = read_subject(workspace.base, pristine("W4A16"))
+    groups = {
+        **base.quantization_config["config_groups"],
+        "attention": {"targets": targets, "weights": None, "input_activations": ATTENTION},
+    }
+    subject = replace(base, config={"quantization_config": {**base.quantization_config, "config_groups": groups, "kv_cache_scheme": kv}})
+    assert found(subject).keys() == ({check} - {None}) and message in found(subject).get(check, "")
+    passed_over = [record for record in check_serving(subject, "sglang", Policy()) if record.name == "serving.kv_cache" and check is None]
+    assert all("passes it over: queries are quantized, whose scales have no place there" in record.summary for record in passed_over)
+    assert bool(passed_over) is (check is None)
+
+
 def _as_floats(subject):
     """The subject with floats where its config quantizes nothing."""
     entries = subject.compressed.entries

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from compressor.errors import NumericsError, SchemeError, TargetError
-from compressor.nn.kv_cache import (
+from compressor.nn.attention.kv_cache import (
     CacheView,
     QuantizedKVCache,
     attach_kv_quantizer,

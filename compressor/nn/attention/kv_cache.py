@@ -1,19 +1,21 @@
-"""Keys and values of attention in 8 bits or fewer: what `kv_cache_scheme` asks for.
+"""Keys and values of attention in 8 bits or fewer: what `kv_cache_scheme` asks for, and queries where attention itself is a target.
 
 `attach_kv_quantizer` gives an attention module the scales `k_scale` and `v_scale`, under the names that compressed-tensors and vLLM read,
 and a hook that puts a view in front of whatever cache the module is handed: keys and values are quantized and dequantized on their way into
-it, operation for operation as compressed-tensors does in transformers. That holds for every kind of cache, and for none.
+it, operation for operation as compressed-tensors does in transformers. That holds for every kind of cache, and for none. With `queries` it
+has a `q_scale` as well, and queries are quantized on their way into attention (see queries.py).
 Where the cache is a `QuantizedKVCache` (below) the codes themselves are kept, one byte each, with the same results.
 
 Scales are static (calibrated; one per tensor or per head) or dynamic (one per tensor or per head and batch row of each new piece).
 
-Shapes: keys and values are [batch, heads, sequence, D]; a scale is [1], or [heads, 1, 1] per head.
+Shapes: queries, keys and values are [batch, heads, sequence, D]; a scale is [1], or [heads, 1, 1] per head.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from compressor.errors import SchemeError, TargetError
+from compressor.nn.attention.queries import see_queries
 from compressor.nn.straight_through import through_rounding
 from compressor.numerics.qparams import QParams, check_qparams
 from compressor.numerics.quantize import dequantize, dynamic_qparams, quantize
@@ -29,9 +32,10 @@ from compressor.numerics.scheme import QuantizationArgs
 # Attention modules are told by these names, as compressed-tensors tells them.
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value")
-_ARGS_ATTRIBUTE, _HANDLE_ATTRIBUTE = "kv_cache_args", "_kv_cache_handle"
-PARTS = ("k", "v")
-KV_SCALES = tuple(f"{part}_{what}" for part in PARTS for what in ("scale", "zero_point"))  # the buffers of an attention module
+_ARGS_ATTRIBUTE, _HANDLE_ATTRIBUTE, _PARTS_ATTRIBUTE = "kv_cache_args", "_kv_cache_handle", "_quantized_parts"
+_KV = ("k", "v")
+_HEADS = {"q": ("num_attention_heads",), **dict.fromkeys(_KV, ("num_key_value_heads", "num_attention_heads"))}
+KV_SCALES = tuple(f"{part}_{what}" for part in _HEADS for what in ("scale", "zero_point"))  # the buffers of an attention module
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -44,6 +48,18 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         Dotted name to module, in the order of the model.
     """
     return {name: module for name, module in model.named_modules() if _is_cached_attention(module)}
+
+
+def parts_of(queries: bool) -> tuple[str, ...]:
+    """Name what has a scale of its own.
+
+    Args:
+        queries: whether they are quantized as well.
+
+    Returns:
+        "q" for queries, "k" for keys and "v" for values.
+    """
+    return ("q", *_KV) if queries else _KV
 
 
 def check_kv_args(args: QuantizationArgs, where: str = "kv_cache_scheme") -> None:
@@ -69,16 +85,23 @@ def check_kv_args(args: QuantizationArgs, where: str = "kv_cache_scheme") -> Non
 
 
 def attach_kv_quantizer(
-    attention: nn.Module, args: QuantizationArgs, qparams: Mapping[str, QParams] | None = None, *, name: str = "", empty: bool = False
+    attention: nn.Module,
+    args: QuantizationArgs,
+    qparams: Mapping[str, QParams] | None = None,
+    *,
+    name: str = "",
+    empty: bool = False,
+    queries: bool = False,
 ) -> None:
     """Quantize the keys and values of an attention module from now on. Changes the module.
 
     Args:
         attention: as `attention_modules` finds it.
         args: the format.
-        qparams: "k" and "v" to their scales; for static formats, unless `empty`.
+        qparams: "k" and "v" to their scales, and "q" with `queries`; for static formats, unless `empty`.
         name: dotted name of the module, for errors.
         empty: register scales without values, for a loader to fill.
+        queries: quantize them as well; of a module that `shows_queries`.
 
     Raises:
         SchemeError: the format is not for keys and values, scales are missing, or the module has a quantizer already.
@@ -89,12 +112,13 @@ def attach_kv_quantizer(
     if kv_args(attention) is not None:
         raise SchemeError(f"{where}: its keys and values are quantized already; detach that quantizer first")
     buffers: dict[str, Tensor] = {}
-    for part in () if args.dynamic else PARTS:
-        found = _empty_scales(attention, args, where) if empty else (qparams or {}).get(part)
+    for part in () if args.dynamic else parts_of(queries):
+        found = _empty_scales(attention, args, part, where) if empty else (qparams or {}).get(part)
         buffers |= _scale_buffers(part, args, found, where, check=not empty)
     for key, value in buffers.items():
         attention.register_buffer(key, value)
     setattr(attention, _ARGS_ATTRIBUTE, args)
+    setattr(attention, _PARTS_ATTRIBUTE, parts_of(queries))
     setattr(attention, _HANDLE_ATTRIBUTE, attention.register_forward_pre_hook(_quantize_on_the_way, with_kwargs=True))
 
 
@@ -107,8 +131,8 @@ def detach_kv_quantizer(attention: nn.Module) -> None:
     if kv_args(attention) is None:
         return
     getattr(attention, _HANDLE_ATTRIBUTE).remove()
-    delattr(attention, _HANDLE_ATTRIBUTE)
-    delattr(attention, _ARGS_ATTRIBUTE)
+    for key in (_HANDLE_ATTRIBUTE, _ARGS_ATTRIBUTE, _PARTS_ATTRIBUTE):
+        delattr(attention, key)
     for key in [key for key in KV_SCALES if key in attention._buffers]:
         delattr(attention, key)
 
@@ -125,6 +149,19 @@ def kv_args(attention: nn.Module) -> QuantizationArgs | None:
     return getattr(attention, _ARGS_ATTRIBUTE, None)
 
 
+def quantized_parts(attention: nn.Module) -> tuple[str, ...]:
+    """Name what of a module's attention is quantized.
+
+    Args:
+        attention: any module.
+
+    Returns:
+        As `parts_of` names it; empty where nothing is.
+    """
+    found: tuple[str, ...] = getattr(attention, _PARTS_ATTRIBUTE, ())
+    return found
+
+
 def kv_scheme_of(model: nn.Module) -> QuantizationArgs | None:
     """Return the format of all keys and values of a model.
 
@@ -135,22 +172,22 @@ def kv_scheme_of(model: nn.Module) -> QuantizationArgs | None:
         The format; None where none are quantized.
 
     Raises:
-        SchemeError: some attention modules have another format than others, or none.
+        SchemeError: some attention modules have another format than others, or none, or queries are quantized in some only.
     """
-    found = {name: kv_args(module) for name, module in attention_modules(model).items()}
+    found = {name: (kv_args(module), quantized_parts(module)) for name, module in attention_modules(model).items()}
     formats = list(found.values())
-    if any(args != formats[0] for args in formats):
-        other = next(name for name, args in found.items() if args != formats[0])
+    if any(one != formats[0] for one in formats):
+        other = next(name for name, one in found.items() if one != formats[0])
         raise SchemeError(f"{other}: its keys and values have another format than those of the first layer; give all layers one")
-    return formats[0] if formats else None
+    return formats[0][0] if formats else None
 
 
 def kv_qparams(attention: nn.Module, part: str, states: Tensor, args: QuantizationArgs) -> QParams:
-    """Return the scale of keys or values: the calibrated one, or one of their own.
+    """Return the scale of queries, keys or values: the calibrated one, or one of their own.
 
     Args:
         attention: with a quantizer.
-        part: "k" or "v".
+        part: "q", "k" or "v".
         states: [batch, heads, sequence, D].
         args: the module's format.
 
@@ -165,18 +202,25 @@ def kv_qparams(attention: nn.Module, part: str, states: Tensor, args: Quantizati
 class CacheView:
     """What an attention module is handed in the place of its cache: everything is the cache's, but what goes in passes `transform`."""
 
-    def __init__(self, cache: Any, transform: Callable[[str, Tensor], Tensor]) -> None:
-        """Take a cache of transformers, or None, and what to do with "k" and "v"."""
+    def __init__(self, cache: Any, transform: Callable[[str, Tensor], Tensor], queries_of: nn.Module | None = None) -> None:
+        """Take a cache of transformers, or None, what to do with "k" and "v", and the module of which "q" passes `transform`, too."""
         self._cache = cache
         self._transform = transform
+        self._queries_of = queries_of
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Transform, then store in the cache; without one, give back what was transformed."""
         keys, values = self._transform("k", key_states), self._transform("v", value_states)
+        if self._queries_of is not None:
+            see_queries(self._queries_of, partial(self._transform, "q"))
         if self._cache is None:
             return keys, values
         result: tuple[Tensor, Tensor] = self._cache.update(keys, values, *args, **kwargs)
         return result
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Count the tokens in the cache."""
+        return 0 if self._cache is None else self._cache.get_seq_length(*args)
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the cache's."""
@@ -186,7 +230,12 @@ class CacheView:
 
 
 def with_view(
-    attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], transform: Callable[[str, Tensor], Tensor]
+    attention: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    transform: Callable[[str, Tensor], Tensor],
+    *,
+    queries: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put a view in front of the cache among the arguments of an attention module's forward.
 
@@ -195,6 +244,7 @@ def with_view(
         args: positional arguments of its forward.
         kwargs: keyword arguments of its forward; not changed.
         transform: what keys ("k") and values ("v") pass on their way.
+        queries: they ("q") pass it on theirs.
 
     Returns:
         The arguments with the view.
@@ -210,7 +260,7 @@ def with_view(
             f"{type(attention).__name__}: a cache of encoder and decoder cannot be quantized; leave kv_cache_scheme out for this model"
         )
     position = list(bound.signature.parameters).index(key)
-    view = CacheView(cache, transform)
+    view = CacheView(cache, transform, attention if queries else None)
     if position < len(args):
         return (*args[:position], view, *args[position + 1 :]), kwargs
     return args, {**kwargs, key: view}
@@ -220,37 +270,38 @@ def _quantize_on_the_way(attention: nn.Module, args: tuple[Any, ...], kwargs: di
     """Forward pre-hook. A function of the module, not of an object, so that a copy of the model has a quantizer of its own."""
     kv = kv_args(attention)
     assert kv is not None, "attach_kv_quantizer sets both"
-    if any(getattr(kwargs.get(key), "stores_codes", False) for key in _CACHE_ARGUMENTS):
-        return args, kwargs  # a QuantizedKVCache, which does the same and keeps the codes
+    # Those of a QuantizedKVCache, which does the same and keeps the codes.
+    kept = _KV if any(getattr(kwargs.get(key), "stores_codes", False) for key in _CACHE_ARGUMENTS) else ()
 
     def quantized(part: str, states: Tensor) -> Tensor:
-        return through_rounding(states, kv_qparams(attention, part, states, kv), kv) if states.numel() else states
+        return through_rounding(states, kv_qparams(attention, part, states, kv), kv) if states.numel() and part not in kept else states
 
-    return with_view(attention, args, kwargs, quantized)
+    return with_view(attention, args, kwargs, quantized, queries="q" in quantized_parts(attention))
 
 
 def _scale_buffers(part: str, args: QuantizationArgs, qparams: QParams | None, where: str, *, check: bool) -> dict[str, Tensor]:
     if qparams is None:
-        raise SchemeError(f"{where}: {part}_scale is missing, and kv_cache_scheme is static; calibrate it, or give dynamic=true")
+        raise SchemeError(f"{where}: {part}_scale is missing, and the format is static; calibrate it, or give dynamic=true")
     if check:
         check_qparams(qparams, f"{where}.{part}", args)
     buffers = {f"{part}_scale": qparams.scale.clone()}
     return buffers if qparams.zero_point is None else buffers | {f"{part}_zero_point": qparams.zero_point.clone()}
 
 
-def _empty_scales(attention: nn.Module, args: QuantizationArgs, where: str) -> QParams:
+def _empty_scales(attention: nn.Module, args: QuantizationArgs, part: str, where: str) -> QParams:
     weight = [*attention.parameters(), *attention.buffers()][0]
-    shape = (1,) if args.strategy == "tensor" else (num_kv_heads(attention, where), 1, 1)
+    shape = (1,) if args.strategy == "tensor" else (num_heads(attention, part, where), 1, 1)
     dtype = getattr(getattr(attention, "config", None), "dtype", None) or weight.dtype
     zeros = None if args.symmetric else torch.empty(shape, dtype=torch.int8, device=weight.device)
     return QParams(torch.empty(shape, dtype=dtype, device=weight.device), zeros)
 
 
-def num_kv_heads(attention: nn.Module, where: str) -> int:
-    """Return how many heads the keys of an attention module have.
+def num_heads(attention: nn.Module, part: str, where: str) -> int:
+    """Return how many heads the queries, keys or values of an attention module have.
 
     Args:
         attention: a module of transformers, with its config.
+        part: "q", "k" or "v".
         where: its name, for the error.
 
     Returns:
@@ -260,7 +311,7 @@ def num_kv_heads(attention: nn.Module, where: str) -> int:
         SchemeError: the module does not say.
     """
     config = getattr(attention, "config", None)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    heads = next(filter(None, (getattr(config, name, None) for name in _HEADS[part])), None)
     if not heads:
         raise SchemeError(f"{where}: its config names no number of heads, which strategy='attn_head' needs; use 'tensor'")
     return int(heads)
