@@ -31,7 +31,7 @@ MIXED = {
 }
 LAYERS = {"GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}}}}
 ROUND = {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}}}}
-KEYS_AND_VALUES = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+BY_HEADS = {"targets": ["LlamaAttention"], "input_activations": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}
 
 CASES: dict[str, dict[str, Any]] = {
     "mixed": {"recipe": MIXED, "passes": "two"},
@@ -41,7 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
     "small targets": {"recipe": LAYERS, "sequential_targets": ["LlamaMLP", "LlamaAttention"]},
     "basic": {"recipe": MIXED, "pipeline": "basic"},
     "data free": {"recipe": ROUND, "dataset": None},
-    "ranges of keys and values": {"recipe": {"GPTQModifier": LAYERS["GPTQModifier"] | {"kv_cache_scheme": KEYS_AND_VALUES}}},
+    "ranges of queries, keys and values": {
+        "recipe": {"GPTQModifier": {"ignore": ["lm_head"], "config_groups": LAYERS["GPTQModifier"]["config_groups"] | {"a": BY_HEADS}}}
+    },
     "siblings in stages of their own": {
         "recipe": {"GPTQModifier": {"ignore": ["lm_head"], "scheme": "NVFP4A16"}},
         "sequential_targets": ["re:.*_proj"],

@@ -17,11 +17,12 @@ GROUPED = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "str
 STATIC = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
 STATIC |= {"input_activations": {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "observer": "mse"}}
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True, "observer": "mse"}
+ATTENTION = {"targets": ["re:.*self_attn$"], "input_activations": KV}
 LAYERS = ["re:.*layers.*proj"]
 RECIPES: dict[str, dict[str, Any]] = {
     "smoothquant and gptq with static inputs": {
         "SmoothQuantModifier": {},
-        "GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"a": STATIC}, "kv_cache_scheme": KV},
+        "GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"a": STATIC, "b": ATTENTION}, "kv_cache_scheme": KV},
     },
     "awq": {"AWQModifier": {}, "QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"a": GROUPED}}},
     "sparsegpt by outliers": {
