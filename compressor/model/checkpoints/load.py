@@ -20,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from compressor.errors import ModelError
-from compressor.model.checkpoints.format import stored_names
+from compressor.model.checkpoints.format import stored_keys, stored_names
 from compressor.model.checkpoints.online import read_rotations
 from compressor.model.checkpoints.save import RECORD_FILE
 from compressor.model.experts.format import plain_names
@@ -214,9 +214,12 @@ def _split_fused(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
     layers = {name: module for name, module in model.named_modules() if isinstance(module, UnfusedExperts)}
     stored = stored_names(model, list(layers))
     for name, experts in layers.items():
-        on_disk = stored.get(name, name)
-        for fused in [key for key in experts.layout.fused_names() if f"{on_disk}.{key}" in tensors]:
-            parts = split_weights(experts.layout, fused, tensors.pop(f"{on_disk}.{fused}"))
+        on_disk = {fused: f"{stored.get(name, name)}.{fused}" for fused in experts.layout.fused_names()}
+        if not any(key.startswith(f"{stored.get(name, name)}.") for key in tensors):  # not below the module's own name
+            keys = stored_keys(model, [f"{name}.{fused}" for fused in on_disk])
+            on_disk = {fused: keys[f"{name}.{fused}"] for fused in on_disk}
+        for fused in [key for key, file_key in on_disk.items() if file_key in tensors]:
+            parts = split_weights(experts.layout, fused, tensors.pop(on_disk[fused]))
             split |= {f"{name}.{key}": value for key, value in parts.items()}
     return split
 
@@ -268,6 +271,8 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
     model.load_state_dict(found, strict=False, assign=True)
     if any(key not in found for key in ties):
         model.tie_weights()  # type: ignore[operator]
+        own = {key: found[key] for key, _ in model.named_buffers(remove_duplicate=False) if key in found}
+        model.load_state_dict(own, strict=False, assign=True)  # it ties scales of blocks whose weights are one, too
 
 
 def _as_wanted(value: Tensor, dtype: torch.dtype) -> Tensor:

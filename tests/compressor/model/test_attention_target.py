@@ -16,6 +16,7 @@ from compressor.cli.main import main
 from compressor.errors import ModelError, SchemeError, TargetError
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn.attention.kv_cache import attention_modules
+from harness.traceability.architectures import zoo
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -81,6 +82,17 @@ def test_what_is_written_is_read_alike(kind: str, args: str, weights: bool, engi
     added = {name.rpartition(".")[2] for name in model.state_dict().keys() - set(names) if "_proj" not in name}
     parts = ("scale",) if FORMATS[args].get("symmetric", True) else ("scale", "zero_point")
     assert added == (set() if "tokens" in args else {f"{part}_{what}" for part in "qkv" for what in parts})
+
+
+@pytest.mark.parametrize("name", ["zamba", "granitemoe"])
+def test_blocks_of_one_weight_and_experts_of_other_names_are_read_back(name: str, tmp_path: Path) -> None:
+    architecture = zoo()[name]
+    model, ids = architecture.build(), architecture.batches()["same"]["input_ids"]
+    (kind,) = {type(module).__name__ for module in attention_modules(model).values()}
+    oneshot(model, recipe=QuantizationModifier(**groups(FP8, kind)), dataset=list(ids), output_dir=tmp_path / "out")
+    again = load_compressed(tmp_path / "out", device="cpu")
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
