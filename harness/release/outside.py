@@ -21,7 +21,7 @@ from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 
 ENVIRONMENTS = ("oldest", "newest")
 """Always on the page, also where the policy names no interpreter for them."""
-COMMANDS = ("vllm", "sglang", "lm-eval", "onnx")
+COMMANDS = ("vllm", "sglang", "onnx")
 """Likewise, of commands."""
 _ELSEWHERE, _MARK = Path(__file__).with_name("elsewhere.py"), "harness: "  # not imported: it loads torch, and is for other interpreters
 _MEANINGS = {EXIT_CODES[verdict]: verdict.outcome for verdict in Verdict}
@@ -51,7 +51,7 @@ def _look(claim: Claim, candidate: Candidate, python: Path | None) -> CheckRecor
     if shutil.which(python) is None:
         return claim.skipped(f"not run: there is no interpreter {python}")
     ids = [str(token) for token in candidate.prompts[0][0].tolist()]
-    done = _process([str(python), "-I", str(_ELSEWHERE), str(candidate.compressed.absolute()), *ids], candidate)
+    done = process([str(python), "-I", str(_ELSEWHERE), str(candidate.compressed.absolute()), *ids], candidate)
     if isinstance(done, str):
         return claim.record(Outcome.INCONCLUSIVE, done)
     try:
@@ -59,11 +59,11 @@ def _look(claim: Claim, candidate: Candidate, python: Path | None) -> CheckRecor
     except ValueError as error:
         return claim.record(Outcome.INCONCLUSIVE, f"its answer cannot be read: {error}")
     if not answers or done.returncode < 0:
-        return claim.record(Outcome.INCONCLUSIVE, f"could not be tried: {_end(done)}", findings=_lines(done))
+        return claim.record(Outcome.INCONCLUSIVE, f"could not be tried: {end_of(done)}", findings=_lines(done))
     versions = answers[0]
     told = f"transformers {versions['transformers']}, compressed-tensors {versions['compressed-tensors']}"
     if len(answers) < 2:
-        return claim.record(Outcome.FAIL, f"{told}: {_end(done)}", evidence=versions, findings=_lines(done))
+        return claim.record(Outcome.FAIL, f"{told}: {end_of(done)}", evidence=versions, findings=_lines(done))
     return _judge(claim, candidate, told, versions, answers[1])
 
 
@@ -101,20 +101,36 @@ def _command(candidate: Candidate, name: str, line: str | None) -> CheckRecord:
         words = [word.replace(f"{{{place}}}", str(value)) for word in words]
     if shutil.which(words[0]) is None:
         return claim.skipped(f"not run: {words[0]} is not installed")
-    done = _process(words, candidate)
+    done = process(words, candidate)
     if isinstance(done, str):
         return claim.record(Outcome.INCONCLUSIVE, done)
     outcome = _MEANINGS.get(done.returncode, Outcome.INCONCLUSIVE)
     findings = [] if outcome is Outcome.PASS else _lines(done)
-    return claim.record(outcome, f"exit code {done.returncode}: {_end(done)}", evidence={"command": shlex.join(words)}, findings=findings)
+    return claim.record(outcome, f"exit code {done.returncode}: {end_of(done)}", evidence={"command": shlex.join(words)}, findings=findings)
 
 
-def _process(words: Sequence[str], candidate: Candidate) -> subprocess.CompletedProcess[str] | str:
-    """Run a program to its end, or say why it has none."""
+def process(words: Sequence[str], candidate: Candidate, folder: Path | None = None) -> subprocess.CompletedProcess[str] | str:
+    """Run a program to its end, offline.
+
+    Args:
+        words: of its command line.
+        candidate: whose policy says how long it may take.
+        folder: where it runs; None for here.
+
+    Returns:
+        How it ended, or why it did not.
+    """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     try:
         return subprocess.run(
-            words, capture_output=True, text=True, errors="replace", timeout=60 * candidate.policy.minutes, env=environment, check=False
+            words,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=60 * candidate.policy.minutes,
+            env=environment,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"did not end within {candidate.policy.minutes:g} minutes"
@@ -126,6 +142,14 @@ def _lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [plain_text(line) for line in (done.stdout + done.stderr).splitlines() if line.strip()][-8:]
 
 
-def _end(done: subprocess.CompletedProcess[str]) -> str:
+def end_of(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line that a program printed.
+
+    Args:
+        done: it.
+
+    Returns:
+        At most 200 characters of it.
+    """
     lines = _lines(done)
     return lines[-1][:200] if lines else "it printed nothing"

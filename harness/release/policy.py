@@ -72,8 +72,13 @@ class ReleasePolicy(SettingsPart):
     commands: dict[Name, str] = Field(default_factory=dict)
     """Name to a command line, which exits with 0 (pass), 1 (fail) or another number (cannot tell): servers, tasks, ONNX. `{base}`,
     `{compressed}` and `{python}` (of this process) stand for what they say."""
+    tasks: dict[Name, Path] = Field(default_factory=dict)
+    """Name to a task file of lm-evaluation-harness, in whose folder it runs; both models answer, and what is lost is held against
+    `limits.max_accuracy_drop`."""
+    evaluator: Path | None = None
+    """The Python interpreter that has lm-evaluation-harness, if it is not this one."""
     minutes: Positive = 60.0
-    """That each environment and each command may take."""
+    """That each environment, each command and each task may take a model."""
 
     @field_validator("waivers")
     @classmethod
@@ -125,5 +130,7 @@ def load_release_policy(path: str | Path | None) -> ReleasePolicy:
         update={
             "dataset": str(root / policy.dataset) if beside and policy.dataset else policy.dataset,
             "environments": {name: root / python.expanduser() for name, python in policy.environments.items()},
+            "tasks": {name: root / task.expanduser() for name, task in policy.tasks.items()},
+            "evaluator": policy.evaluator and root / policy.evaluator.expanduser(),
         }
     )

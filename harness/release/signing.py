@@ -19,6 +19,7 @@ from harness.release.candidate import Candidate, Check
 from harness.release.outside import check_commands, check_environments
 from harness.release.policy import ReleasePolicy, load_release_policy
 from harness.release.report import ReleaseReport, judged
+from harness.release.tasks import check_tasks
 from harness.reporting.record import CheckRecord
 from harness.validation.compare import ValidationReport, validate
 from harness.validation.subject import check_folders
@@ -103,11 +104,11 @@ def _provenance(report: ValidationReport, hashes: Mapping[str, str], seed: int) 
 
 
 def _records(candidate: Candidate, progress: Progress) -> Iterator[CheckRecord]:
-    with progress.task("release", len(CHECKS) + 2) as task:
+    with progress.task("release", len(CHECKS) + 3) as task:
         for check in CHECKS:
             yield check.record(candidate)
             task.advance(1, check.claim.name)
-        for run in (check_environments, check_commands):
+        for run in (check_environments, check_commands, check_tasks):
             yield from run(candidate)
             task.advance(1, "other processes")
 

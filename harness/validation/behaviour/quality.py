@@ -153,7 +153,17 @@ def check_finite(scores: Scores) -> CheckRecord:
     return FINITE.record(Outcome.PASS, f"{len(scores.tokens):,} predictions")
 
 
-def _judge(interval: Interval, limit: float, *, is_upper: bool) -> Outcome:
+def held_against(interval: Interval, limit: float, *, is_upper: bool) -> Outcome:
+    """Return whether a whole interval keeps a limit; inconclusive where the limit lies within.
+
+    Args:
+        interval: of what was measured.
+        limit: of it.
+        is_upper: whether it is the largest that is good enough; else the least.
+
+    Returns:
+        The outcome.
+    """
     low, high = (interval.low - limit, interval.high - limit) if is_upper else (limit - interval.high, limit - interval.low)
     if high <= 0:
         return Outcome.PASS
@@ -175,7 +185,7 @@ def _range(interval: Interval, digits: int = 4) -> str:
 
 def _perplexity_record(quality: Quality, decoy: TokenScores, policy: Policy) -> CheckRecord:
     margin = math.log(policy.max_perplexity_ratio)
-    outcome = _judge(quality.nll_difference, margin, is_upper=True)
+    outcome = held_against(quality.nll_difference, margin, is_upper=True)
     power = power_of(quality.nll_difference.standard_error, margin, policy.confidence)
     base, compressed = (perplexity(quality.means[name]) for name in ("nll_base", "nll_compressed"))
     ratio = quality.perplexity_ratio
@@ -203,7 +213,7 @@ def _perplexity_record(quality: Quality, decoy: TokenScores, policy: Policy) -> 
 
 
 def _kl_record(quality: Quality, decoy: TokenScores, policy: Policy) -> CheckRecord:
-    outcome = _judge(quality.kl, policy.max_mean_kl, is_upper=True)
+    outcome = held_against(quality.kl, policy.max_mean_kl, is_upper=True)
     summary = f"mean {quality.kl.estimate:.4f} nats {_range(quality.kl)}, 99th percentile {quality.kl_p99:.3f}"
     outcome, summary = _guarded(outcome, not _mean(decoy.kl) > policy.max_mean_kl, summary)
     evidence = {"mean": quality.kl.to_dict(), "99th percentile": quality.kl_p99, "decoy mean": _mean(decoy.kl)}
@@ -211,7 +221,7 @@ def _kl_record(quality: Quality, decoy: TokenScores, policy: Policy) -> CheckRec
 
 
 def _top1_record(quality: Quality, decoy: TokenScores, policy: Policy) -> CheckRecord:
-    outcome = _judge(quality.top1, policy.min_top1_agreement, is_upper=False)
+    outcome = held_against(quality.top1, policy.min_top1_agreement, is_upper=False)
     summary = f"{quality.top1.estimate:.2%} [{quality.top1.low:.2%}, {quality.top1.high:.2%}]"
     outcome, summary = _guarded(outcome, not _mean(decoy.agrees) < policy.min_top1_agreement, summary)
     evidence = {"agreement": quality.top1.to_dict(), "decoy agreement": _mean(decoy.agrees)}
@@ -220,7 +230,7 @@ def _top1_record(quality: Quality, decoy: TokenScores, policy: Policy) -> CheckR
 
 def _accuracy_record(quality: Quality, scores: Scores, policy: Policy) -> CheckRecord:
     tokens, difference = scores.tokens, quality.accuracy_difference
-    outcome = _judge(difference, -policy.max_accuracy_drop, is_upper=False)
+    outcome = held_against(difference, -policy.max_accuracy_drop, is_upper=False)
     only_base = int((tokens.is_base_right & ~tokens.is_compressed_right).sum())
     only_compressed = int((~tokens.is_base_right & tokens.is_compressed_right).sum())
     power = power_of(difference.standard_error, policy.max_accuracy_drop, policy.confidence)
