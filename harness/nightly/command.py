@@ -250,6 +250,8 @@ def _accept(settings: AcceptSettings) -> Verdict:
     meant = next((one for one in found.changes if one.acceptance == word), None)
     level = f"the level since {meant.night}" if meant else f"a level that begins on {word.night} or before"
     print(f"{word.metric}: {level} is accepted {'until ' + word.until if word.until else 'for good'}: {word.reason}")
+    if meant is not None and meant.night != word.night:
+        print(f"it begins on {meant.night}, not on {word.night}, the night that was named")
     if meant is None:
         print(f"none is seen that begins there: {found.summary}")
     return Verdict.PASS

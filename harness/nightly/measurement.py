@@ -101,7 +101,10 @@ def readings(metric: str, values: object) -> tuple[float, ...]:
     given: list[Any] = list(values) if is_list else [None]  # type: ignore[call-overload]
     if not all(_is_number(one) for one in given):
         raise UserInputError(f"{metric}: {values!r} was given, where a list of numbers belongs; give the repetitions, such as [1.2, 1.3]")
-    return tuple(float(one) for one in given)
+    try:
+        return tuple(float(one) for one in given)
+    except OverflowError:
+        raise UserInputError(f"{metric}: a value is too large for a number of 64 bits; measure in another unit") from None
 
 
 def _is_number(one: Any) -> bool:

@@ -122,8 +122,9 @@ def _judge(claim: Claim, candidate: Candidate, base: _Answers, compressed: _Answ
     lost_D1 = values_D2[:, :1] - values_D2[:, 1:]
     resampled = resample_sums(lost_D1, limits.num_resamples, candidate.seed)[:, 0] / count
     lost = percentile_interval(float(lost_D1.mean()), resampled, limits.confidence, count)
-    few = not lost_D1.any() and 3 / count > limits.max_accuracy_drop  # all alike has no spread, yet this share may differ unseen
-    outcome = Outcome.INCONCLUSIVE if few else held_against(lost, limits.max_accuracy_drop, is_upper=True)
+    outcome = held_against(lost, limits.max_accuracy_drop, is_upper=True)
+    if outcome is Outcome.PASS and 3 / count > limits.max_accuracy_drop:  # as many may be lost where none was seen; no bootstrap knows it
+        outcome = Outcome.INCONCLUSIVE
     power = power_of(lost.standard_error or 3 / count, limits.max_accuracy_drop, limits.confidence)
     told += f", lost {lost.estimate:+.2%} [{lost.low:+.2%}, {lost.high:+.2%}]; a loss of {power.smallest_detectable:.1%} shows with 80 %"
     unsure = "; more documents would tell" if outcome is Outcome.INCONCLUSIVE else ""

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.nightly.blame.repository import Mark
+from harness.nightly.judging.bridging import effect_of_levels
 from harness.nightly.judging.shifts import LEAST_EFFECT, student_tail
+from harness.nightly.measurement import Better
 from harness.validation.behaviour.bootstrap import student_quantile
 
 LEAST_ROUNDS = 3
@@ -44,19 +46,20 @@ class Effect:
         return f"{self.estimate:+.1%}" + (f" ({self.low:+.1%} to {self.high:+.1%})" if self.low < self.high else "")
 
 
-def effect_of(revision: str, rounds: Mapping[str, Sequence[float]]) -> Effect:
+def effect_of(revision: str, rounds: Mapping[str, Sequence[float]], better: Better) -> Effect:
     """Return the effect of a commit.
 
     Args:
         revision: the commit.
         rounds: commit to differences of levels from the good one; all commits give the spread.
+        better: which way readings are better.
 
     Returns:
         The effect.
     """
     mean, error, degrees = _estimate(revision, rounds)
     width = student_quantile((1 + _CONFIDENCE) / 2, degrees) * error
-    estimate, low, high = (math.expm1(value) for value in (mean, mean - width, mean + width))
+    estimate, low, high = (effect_of_levels(value, better) for value in (mean, mean - width, mean + width))
     return Effect(estimate, low, high, len(rounds[revision]))
 
 

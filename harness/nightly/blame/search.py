@@ -21,7 +21,7 @@ from harness.nightly.blame.measuring import Measure, Reading
 from harness.nightly.blame.repository import Bisection, Commit, Repository
 from harness.nightly.cells import CellOutcome
 from harness.nightly.judging.bridging import level
-from harness.nightly.measurement import Measurement
+from harness.nightly.measurement import Better, Measurement
 
 
 class Search:
@@ -95,6 +95,7 @@ class Search:
     def _judge_number(self, commit: Commit, is_end: bool) -> Step:
         """Run rounds until they tell; the bad commit's own also say how much rounds differ."""
         differences = self._rounds.setdefault(commit.revision, [])
+        better: Better = "lower"
         least, mark, note = (LEAST_ROUNDS + 1 if is_end else 2), "skip", ""
         while len(differences) < self._max_rounds:
             ours, theirs = self._round(commit, len(differences) + 1)
@@ -103,6 +104,7 @@ class Search:
                 del self._rounds[commit.revision]
                 return Step(commit, "skip", None, (ours if ours.measurement is None else theirs).note)
             differences.append(_level(ours.measurement) - _level(theirs.measurement))
+            better = ours.measurement.better
             is_settled = ours.measurement.kind == "paired"  # the same sequences: another round gives the same
             if len(differences) < least and not is_settled:
                 continue
@@ -112,7 +114,7 @@ class Search:
                 mark = decide(commit.revision, self._bad.revision, self._rounds)
             if is_settled or mark == "bad" or (mark == "good" and not is_end):
                 break
-        return Step(commit, mark, effect_of(commit.revision, self._rounds), note)  # type: ignore[arg-type]
+        return Step(commit, mark, effect_of(commit.revision, self._rounds, better), note)  # type: ignore[arg-type]
 
     def _round(self, commit: Commit, number: int) -> tuple[Reading, Reading]:
         """The commit and the good one, back to back; which is first takes turns."""

@@ -51,6 +51,19 @@ def level(values: Sequence[float], better: str) -> float:
     return mean if better == "lower" else -mean
 
 
+def effect_of_levels(difference: float, better: str) -> float:
+    """Return by which share readings are worse: a throughput that fell to half is worse by 50 %, a time that doubled by 100 %.
+
+    Args:
+        difference: of two levels; above 0 is worse.
+        better: `lower` or `higher`.
+
+    Returns:
+        The share; below 0 is better.
+    """
+    return math.expm1(difference) if better == "lower" else -math.expm1(-difference)
+
+
 def hodges_lehmann(values_MR: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the median of the means of all pairs of the repetitions of each night.
 

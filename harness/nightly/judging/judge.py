@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from harness.nightly.judging.bridging import BridgedSeries, bridged
+from harness.nightly.judging.bridging import BridgedSeries, bridged, effect_of_levels
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.judging.paired import judge_paired
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, detectable_step, find_shifts
@@ -102,13 +102,12 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
     for shift, now in zip(shifts.found, means[1:], strict=True):
         before = nights[max(0, shift.place - 1)].night
         word = find_acceptance(acceptances, nights[shift.place].night, before, today) if shift.effect > 0 else None
-        standing.take(_change(shift, nights[shift.place].night, word), now, shift.place)
+        standing.take(_change(shift, nights[shift.place], word), now, shift.place)
     count, metric = len(nights), nights[-1].metric
     if standing.open:
         changes = (*standing.settled, *standing.open)
-        return Judgement(
-            metric, Verdict.REGRESSION, _worse(standing.open, means[-1] - standing.reference), count, changes, math.nan, math.nan
-        )
+        in_all = effect_of_levels(means[-1] - standing.reference, nights[-1].better)
+        return Judgement(metric, Verdict.REGRESSION, _worse(standing.open, in_all), count, changes, math.nan, math.nan)
     told = f"{count} night{'' if count == 1 else 's'}{series.told}"
     told += f", {count - standing.start} of them {standing.since}" if standing.since else ""
     missing = max(LEAST_NOISE + LEAST_AFTER - count, 2 * LEAST_AFTER - (count - shifts.start))
@@ -123,11 +122,11 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
 def _worse(changes: Sequence[Change], in_all: float) -> str:
     one = changes[0]
     p_value = f"p = {one.p_value:.1g}" if one.p_value > _LEAST_P else f"p < {_LEAST_P:g}"
-    beyond = f"; again since {changes[-1].night}, by {math.expm1(in_all):.1%} in all" if len(changes) > 1 else ""
+    beyond = f"; again since {changes[-1].night}, by {in_all:.1%} in all" if len(changes) > 1 else ""
     return f"worse by {one.effect:.1%} ({one.low:.1%} to {one.high:.1%}) since {one.night}, {p_value}, power {one.power:.0%}{beyond}"
 
 
-def _change(shift: Shift, night: str, word: Acceptance | None) -> Change:
+def _change(shift: Shift, first: Measurement, word: Acceptance | None) -> Change:
     width = student_quantile((1 + _CONFIDENCE) / 2, max(3, int(shift.degrees))) * shift.error
-    effect, low, high = (math.expm1(value) for value in (shift.effect, shift.effect - width, shift.effect + width))
-    return Change(night, effect, low, high, shift.p_value, shift.power, word)
+    effect, low, high = (effect_of_levels(value, first.better) for value in (shift.effect, shift.effect - width, shift.effect + width))
+    return Change(first.night, effect, low, high, shift.p_value, shift.power, word)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import date, timedelta
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,8 @@ def test_no_row_is_ever_changed(history: History, statement: str) -> None:
         ("a", [], "n", "a: no value was given"),
         ("a", [1.0, float("nan")], "n", "a: the value nan is not finite and above 0"),
         ("a", [0.0], "n", r"a: the value 0\.0 is not finite and above 0"),
+        ("a", [10**400], "n", "a: a value is too large for a number of 64 bits"),
+        ("a", [Fraction(10**400, 3)], "n", "a: a value is too large for a number of 64 bits"),
         ("a", "12", "n", "a: '12' was given, where a list of numbers belongs"),
         ("a", [True], "n", r"a: \[True\] was given, where a list of numbers belongs"),
         ("a", torch.tensor([True, False]), "n", "where a list of numbers belongs"),

@@ -55,7 +55,10 @@ def test_an_acceptance_that_means_no_change_says_so(history: Path, capsys: pytes
     code, text = nightly(capsys, "accept", "slower", "2026-02-16", *accept)
     assert code == 0 and "a level that begins on 2026-02-16 or before is accepted for good: typo" in text
     assert "none is seen that begins there: worse by" in text and "since 2026-02-17" in text
-    assert "the level since 2026-02-17 is accepted" in nightly(capsys, "accept", "slower", "2026-02-18", *accept)[1]
+    late = nightly(capsys, "accept", "slower", "2026-02-18", *accept)[1]
+    assert (
+        "the level since 2026-02-17 is accepted" in late and "it begins on 2026-02-17, not on 2026-02-18, the night that was named" in late
+    )
 
 
 def test_a_change_is_accepted_for_a_while(history: Path, capsys: pytest.CaptureFixture[str]) -> None:

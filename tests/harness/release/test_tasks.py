@@ -58,6 +58,7 @@ FOUND = {
     "worse, less is better": (answers(100, 900, more=False), answers(200, 800, more=False), Outcome.FAIL, "m 10.00% -> 20.00%"),
     "a true loss of three in a hundred": (answers(90, 10), answers(87, 13), Outcome.INCONCLUSIVE, "more documents would tell"),
     "alike, but few": (answers(50, 10), answers(50, 10), Outcome.INCONCLUSIVE, "more documents would tell"),
+    "better, but few": (answers(50, 10), answers(51, 9), Outcome.INCONCLUSIVE, "more documents would tell"),
     "below what an interval takes": (answers(10, 2), answers(2, 10), Outcome.INCONCLUSIVE, "below 20 no interval is trusted"),
     "other documents": (answers(900, 100), answers(900, 100, digest="b"), Outcome.INCONCLUSIVE, "other documents were asked"),
     "no number": ({**answers(0, 0), "m": ["a"]}, {**answers(0, 0), "m": ["a"]}, Outcome.INCONCLUSIVE, "no metric gives a number"),

@@ -178,7 +178,7 @@ def test_decisions_hold_at_their_level() -> None:
     assert wrong <= 3 and undecided < 200
     assert decide("ours", "bad", {"bad": [0.1, 0.12, 0.08, 0.1], "ours": [0.045, 0.052]}) == "skip"  # halfway
     same = {"bad": [0.01, -0.01, 0.004, -0.004]}
-    assert not is_reproduced("bad", same) and effect_of("bad", same).low < 0 < effect_of("bad", same).high
+    assert not is_reproduced("bad", same) and effect_of("bad", same, "lower").low < 0 < effect_of("bad", same, "lower").high
 
 
 def test_the_history_says_between_which_commits(history_of_seconds: tuple[Path, list[str]], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from ruptures import KernelCPD
 
 from harness.errors import HarnessError
-from harness.nightly.judging.bridging import level
+from harness.nightly.judging.bridging import effect_of_levels, level
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import day_of_looking
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, Shift, find_shifts, student_tail
@@ -38,6 +38,13 @@ def test_a_step_is_found_with_its_first_night_and_its_size(better: str, factor: 
     assert found.verdict is Verdict.REGRESSION and change.night == night_label(40)
     assert change.low < 0.05 < change.high and abs(change.effect - 0.05) < 0.01
     assert f"since {night_label(40)}" in found.summary and 0.99 < change.power <= 1.0
+
+
+@pytest.mark.parametrize(("better", "size", "share"), [("lower", 2.0, "100.0%"), ("higher", 0.5, "50.0%"), ("higher", 0.8, "20.0%")])
+def test_an_effect_is_the_share_by_which_readings_are_worse(better: str, size: float, share: str) -> None:
+    nights = [Measurement(night_label(n), "here", "", "m", better, (100.0 * (size if n >= 40 else 1),)) for n in range(44)]  # type: ignore[arg-type]
+    assert f"worse by {share} (" in judge(nights).summary
+    assert effect_of_levels(-math.log(1.1), "higher") == pytest.approx(-0.1)
 
 
 def test_a_step_that_hardly_shows_has_little_power() -> None:
