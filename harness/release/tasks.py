@@ -5,6 +5,7 @@ D documents.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import sys
@@ -129,6 +130,7 @@ def _judge(claim: Claim, candidate: Candidate, base: _Answers, compressed: _Answ
     told += f", lost {lost.estimate:+.2%} [{lost.low:+.2%}, {lost.high:+.2%}]; a loss of {power.smallest_detectable:.1%} shows with 80 %"
     unsure = "; more documents would tell" if outcome is Outcome.INCONCLUSIVE else ""
     differ = int(np.count_nonzero(lost_D1))
-    evidence = {"lost": lost.to_dict(), "power": power.to_dict(), "answers that differ": differ, "filter": first[1]}
+    documents = hashlib.sha256("".join(digest for *_, digest in base).encode()).hexdigest()  # what was asked, for whoever asks later
+    evidence = {"lost": lost.to_dict(), "power": power.to_dict(), "answers that differ": differ, "filter": first[1], "documents": documents}
     limit = f"loss <= {limits.max_accuracy_drop:.1%} for the whole interval"
     return claim.record(outcome, told + unsure, limit=limit, evidence=evidence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -77,6 +78,7 @@ def test_what_the_checkpoint_loses_on_a_task_decides_and_no_answer_is_no_pass(na
 
 def test_the_power_of_a_task_is_said(tmp_path: Path) -> None:
     record = asked(tmp_path, answers(90, 10), answers(87, 13))
+    assert record.evidence["documents"] == hashlib.sha256(b"a" * 100).hexdigest()
     assert record.evidence["answers that differ"] == 3 and 0.04 < record.evidence["power"]["smallest_detectable_difference"] < 0.06
     assert "a loss of 4.8% shows with 80 %" in record.summary and record.limit == "loss <= 1.0% for the whole interval"
 
