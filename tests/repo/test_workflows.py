@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 ROOT = Path(__file__).parents[2]
@@ -96,3 +97,12 @@ jobs:
     assert "job has defaults, which only" in _here(tmp_path / "other.yml", "job", "word=w")[2]
     assert _here(file, "job") == (2, "", f"workflow: {file} needs word=...\n")
     assert _here(file, "jab")[2] == f"workflow: {file} has the jobs job; name one of them\n"
+
+
+def test_a_runner_whose_gpu_is_not_seen_fails_before_its_tests_are_skipped() -> None:
+    (step,) = (one for one in yaml.safe_load(WORKFLOWS[0].read_text(encoding="utf-8"))["jobs"]["gpu"]["steps"] if "run" in one)
+    (line,) = (line for line in step["run"].splitlines() if 'device="cuda"' in line)
+    assert step["run"].index(line) < step["run"].index("-m pytest")
+    if not torch.cuda.is_available():
+        words = ["bash", "-c", line.replace(".venv-gpu/bin/python", sys.executable)]
+        assert subprocess.run(words, capture_output=True, check=False).returncode == 1
