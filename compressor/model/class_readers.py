@@ -14,7 +14,7 @@ from compressor.model.checkpoints.format import check_schemes, hides_weight, unp
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.unfuse import weight_converters
 from compressor.model.folder import some
-from compressor.model.targets import ends_of, other_names
+from compressor.model.targets import ends_of, other_names, text_config
 from compressor.nn import QuantizedLayer
 from compressor.nn.attention.kv_cache import KV_SCALES, attention_modules, kv_args
 from compressor.nn.experts import UnfusedExperts
@@ -322,7 +322,7 @@ def check_tied_config(model: nn.Module, names: Collection[str]) -> None:
     """
     from transformers import PreTrainedModel
 
-    if not isinstance(model, PreTrainedModel) or not getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+    if not isinstance(model, PreTrainedModel) or not getattr(text_config(model.config), "tie_word_embeddings", False):
         return
     ends = [part for part in ends_of(model) if part is not None]
     torn = next((name for name, module in model.named_modules() if name in names and any(module is end for end in ends)), None)

@@ -44,6 +44,21 @@ def ends_of(model: Any) -> tuple[Any, Any]:
     return found[0], found[1]
 
 
+def text_config(config: Any) -> Any:
+    """Give the part of a config that is about text.
+
+    Args:
+        config: of transformers, or any other.
+
+    Returns:
+        The whole of it where it has no such part, or does not say which, as that of a model with several (Musicgen).
+    """
+    try:
+        return config.get_text_config() if hasattr(config, "get_text_config") else config
+    except ValueError:
+        return config
+
+
 def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[str] = ()) -> dict[str, nn.Module]:
     """Find the modules that `targets` name and `ignore` does not.
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from compressor.errors import ModelError
 from compressor.model.loading.load import LOAD_ERRORS, quiet_transformers
+from compressor.model.targets import text_config
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 # Of the largest logit: kernels may sum in another order; a wrong mask moves the logits of a trained model by tenths.
@@ -146,8 +147,7 @@ def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
+    return text_config(getattr(model, "config", None))
 
 
 def _set_kernel(model: Any, kernel: str) -> None:

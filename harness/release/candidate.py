@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from compressor.errors import ModelError
+from compressor.model.targets import text_config
 from harness.release.policy import ReleasePolicy
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
@@ -145,8 +145,7 @@ class Check:
 
 def vocabulary_of(model: torch.nn.Module) -> int:
     """Return how many tokens a model predicts."""
-    config: Any = model.config
-    return int(config.get_text_config().vocab_size)
+    return int(text_config(model.config).vocab_size)
 
 
 def rounding_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from compressor.model.folder import some
+from compressor.model.targets import text_config
 from harness.release.candidate import Candidate, Check, load_wide, rounding_modules
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
@@ -125,7 +126,7 @@ def _cache(model: torch.nn.Module, candidate: Candidate) -> tuple[torch.Tensor, 
 def _stops(model: torch.nn.Module, length: int) -> list[int]:
     """Numbers of tokens behind which a cache is looked at: half of the steps before each power of two and window, and the last ones."""
     config: Any = model.config
-    own = [getattr(config.get_text_config(), name, None) for name in _WINDOWS]
+    own = [getattr(text_config(config), name, None) for name in _WINDOWS]
     edges = [2**power for power in range(4, length.bit_length())] + [edge for edge in own if edge]
     return sorted({edge + _STEPS // 2 for edge in edges if _STEPS < edge + _STEPS // 2 < length} | {length} - set(range(_STEPS + 1)))
 

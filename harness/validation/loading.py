@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from compressor.errors import ModelError
 from compressor.model.loading.load import quiet_transformers
+from compressor.model.targets import text_config
 from harness.validation.format.fused import FusedLayout
 
 LOADER_ERRORS = (
@@ -133,7 +134,7 @@ def _config_for(like: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     config = copy.deepcopy(like.config)
     ties = (getattr(like, "all_tied_weights_keys", None) or {}).items()
     if any(name in tensors and source in tensors and not torch.equal(tensors[name], tensors[source]) for name, source in ties):
-        for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        for part in {id(part): part for part in (config, text_config(config))}.values():
             part.tie_word_embeddings = False
     return config
 

@@ -29,6 +29,7 @@ from compressor.model.experts.format import kept_fused, plain_names, with_expert
 from compressor.model.folder import one_line, read_json, some
 from compressor.model.headers import write_header, write_tensors
 from compressor.model.loading.load import quiet_transformers
+from compressor.model.targets import text_config
 from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.scheme import QuantizationScheme
 from compressor.settings.sizes import parse_bytes
@@ -298,7 +299,7 @@ def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dic
     state = _unshare(state, _aliases(state) - set(ties) - set(ties.values()))
     if all(name in state and source in state and _place(state[name]) == _place(state[source]) for name, source in ties.items()):
         return state
-    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+    for part in {id(part): part for part in (config, text_config(config))}.values():
         part.tie_word_embeddings = False
     return _unshare(state, set(ties))
 

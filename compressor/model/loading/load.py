@@ -31,7 +31,7 @@ from compressor.model.folder import (
 )
 from compressor.model.hub import Origin
 from compressor.model.loading.casts import check_casts, read_headers, tie_notes
-from compressor.model.targets import ends_of
+from compressor.model.targets import ends_of, text_config
 from compressor.nn.layer import QuantizedLayer
 from compressor.spelling import nearest
 
@@ -409,7 +409,7 @@ def untie(loaded: LoadedModel) -> tuple[str, ...]:
     if head is None or table is None or head.weight is not table.weight:
         return ()
     head.weight = nn.Parameter(table.weight.detach().clone(), requires_grad=table.weight.requires_grad)
-    for part in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
+    for part in {id(one): one for one in (model.config, text_config(model.config))}.values():
         part.tie_word_embeddings = False
     model.all_tied_weights_keys = {
         name: tied for name, tied in model.all_tied_weights_keys.items() if model.get_submodule(name.rpartition(".")[0]) is not head

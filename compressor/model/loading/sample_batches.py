@@ -7,6 +7,7 @@ as many placeholder tokens as its tower gives features, and only the tower knows
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ModelError
+from compressor.model.targets import text_config
 
 Modality = Literal["text", "vision", "audio"]
 MODALITIES: tuple[Modality, ...] = ("text", "vision", "audio")
@@ -67,8 +69,7 @@ class _Maker:
             raise ModelError(f"{type(model).__name__}: has no config to make a batch from; {_REMEDY}")
         self.arguments = inspect.signature(model.forward).parameters
         self.generator = torch.Generator().manual_seed(seed)
-        text = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
-        self.text: Any = text
+        self.text: Any = text_config(self.config)
         parameter = next(model.parameters())
         self.dtype = parameter.dtype
 
@@ -109,9 +110,18 @@ class _Maker:
             mask = torch.ones(rows, length, dtype=torch.int64)
             mask[-1, length - length // 4 :] = 0
             batch["attention_mask"] = mask
-        if getattr(self.config, "is_encoder_decoder", False) and self.takes("decoder_input_ids"):
-            batch["decoder_input_ids"] = self.tokens(rows, length // 2 + 1)
-        return batch
+        return batch | self.decoder_batch(rows, length // 2 + 1)
+
+    def decoder_batch(self, rows: int, length: int) -> dict[str, Tensor]:
+        """What a decoder beside an encoder reads; empty where there is none."""
+        has_one = getattr(self.config, "is_encoder_decoder", False) and self.takes("decoder_input_ids")
+        return {"decoder_input_ids": self.tokens(rows, length)} if has_one else {}
+
+    def refused(self, what: str) -> ModelError:
+        """The error for a modality that the model does not read, with those that it does."""
+        read = [modality for modality in MODALITIES if reads(self.model, modality)]
+        advice = f"choose --modality {' or '.join(read)}" if read else _REMEDY
+        return ModelError(f"{type(self.model).__name__}: reads no {what}; {advice}")
 
 
 def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int = 0) -> SampleBatches:
@@ -180,20 +190,16 @@ def describe_batch(batch: Mapping[str, Tensor]) -> str:
 
 def _text(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
     if not maker.takes("input_ids"):
-        raise ModelError(f"{type(maker.model).__name__}: reads no text; choose --modality {_own_modality(maker)}")
+        raise maker.refused("text")
     return maker.text_batch(rows, length, padded)
-
-
-def _own_modality(maker: _Maker) -> str:
-    return _OF_INPUT.get(getattr(maker.model, "main_input_name", ""), "vision")
 
 
 def _vision(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
     if not any(maker.takes(name) for name in ("pixel_values", "flattened_patches")):
-        raise ModelError(f"{type(maker.model).__name__}: reads no images; choose another --modality")
+        raise maker.refused("images")
     inputs, num_tokens = _image_inputs(maker, rows)
     if not maker.takes("input_ids"):
-        return inputs
+        return inputs | maker.decoder_batch(rows, length // 2)
     token = maker.placeholder("vision")
     if token is None:
         return maker.text_batch(rows, length, padded) | inputs
@@ -212,6 +218,11 @@ def _image_inputs(maker: _Maker, rows: int) -> tuple[dict[str, Tensor], int | No
         return _grid(maker, rows, channels, patch)
     if maker.takes("aspect_ratio_ids"):
         return _tiles(maker, rows, channels, height, width)
+    tiled = getattr(sys.modules[type(maker.model).__module__], "image_size_to_num_patches", None)
+    if tiled is not None and maker.takes("image_sizes"):  # an image as a whole, and in tiles (LLaVA-NeXT)
+        num = int(tiled((height, width), maker.config.image_grid_pinpoints, height))
+        sizes = torch.tensor([[height, width]] * rows, dtype=torch.int64)
+        return {"pixel_values": maker.normal(rows, num, channels, height, width), "image_sizes": sizes}, None
     if maker.takes("pixel_attention_mask"):
         return {"pixel_values": maker.normal(rows, 1, channels, height, width)}, None
     images = {"pixel_values": maker.normal(rows, channels, height, width)}
@@ -260,11 +271,9 @@ def _with_placeholders(maker: _Maker, rows: int, length: int, token: int, num: i
 
 def _audio(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
     if maker.takes("input_values"):
-        sound = {"input_values": _waveform(maker, rows)}
-        has_decoder = getattr(maker.config, "is_encoder_decoder", False) and maker.takes("decoder_input_ids")
-        return sound | ({"decoder_input_ids": maker.tokens(rows, length // 2)} if has_decoder else {})
+        return {"input_values": _waveform(maker, rows)} | maker.decoder_batch(rows, length // 2)
     if not maker.takes("input_features"):
-        raise ModelError(f"{type(maker.model).__name__}: reads no sound; choose another --modality")
+        raise maker.refused("sound")
     mels = int(maker.setting("num_mel_bins", "input_feat_per_channel", "feature_size", default=80))
     frames = 2 * int(maker.setting("max_source_positions", default=8 * length))
     inputs = {"input_features": maker.normal(rows, mels, frames)}
@@ -300,7 +309,7 @@ def _waveform(maker: _Maker, rows: int) -> Tensor:
 
 def _count_features(maker: _Maker, method: str, inputs: Mapping[str, Tensor]) -> int:
     """Ask the tower how many features it makes of these inputs."""
-    ask = getattr(maker.model, method, None) or getattr(getattr(maker.model, "model", None), method, None)
+    ask = getattr(getattr(maker.model, "model", None), method, None) or getattr(maker.model, method, None)  # the first names its arguments
     if ask is None:
         raise ModelError(f"{type(maker.model).__name__}: has no {method}() that says how many tokens its inputs need; {_REMEDY}")
     known = inspect.signature(ask).parameters

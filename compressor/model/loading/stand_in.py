@@ -29,6 +29,7 @@ from compressor.model.loading.load import (
     remedy,
     resolve_class,
 )
+from compressor.model.targets import text_config
 from compressor.random_state import random_numbers_kept
 
 # The shapes of a model without its weights: what a plan needs, in milliseconds for a model of any size.
@@ -269,7 +270,7 @@ def _kind(layer: nn.Module) -> tuple[Any, ...]:
 def _cut(config: Any, keep: int) -> Any:
     """A config with fewer layers; lists with an entry per layer are cut with them."""
     config = copy.deepcopy(config)
-    text = config.get_text_config()
+    text = text_config(config)
     name = next((name for name in _LAYER_COUNTS if isinstance(getattr(text, name, None), int)), None)
     if name is None:
         return config

@@ -25,6 +25,7 @@ from compressor.mappings.inner import find_inner
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
 from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.evaluation import evaluation_mode
+from compressor.model.targets import text_config
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
 from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, outputs_of_model
@@ -153,8 +154,8 @@ class SpinQuantModifier(RotatingModifier):
         Yields:
             Dotted name and number of channels.
         """
-        config: Any = getattr(model, "config", None)
-        given = config.get_text_config().to_dict() if "R4" in self.rotations and hasattr(config, "get_text_config") else {}
+        config = text_config(getattr(model, "config", None))
+        given = config.to_dict() if "R4" in self.rotations and hasattr(config, "to_dict") else {}
         inner = {value for key, value in given.items() if any(part in key for part in _INNER_SIZES) and isinstance(value, int)}
         for name, module in model.named_modules():
             if is_quantizable(module) and not isinstance(module, nn.Embedding):
@@ -258,8 +259,7 @@ class SpinQuantModifier(RotatingModifier):
 def _untie(state: State) -> None:
     """Say in the config what is true of the weights, so that no loader ties them again."""
     config: Any = getattr(state.model, "config", None)
-    parts = [config, config.get_text_config()] if hasattr(config, "get_text_config") else [config]
-    for part in {id(part): part for part in parts}.values():
+    for part in {id(part): part for part in (config, text_config(config))}.values():
         if hasattr(part, "tie_word_embeddings"):
             state.set_setting(part, "tie_word_embeddings", False)
 
@@ -273,8 +273,7 @@ def head_dim(model: nn.Module) -> int | None:
     Returns:
         Channels of one head.
     """
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(getattr(model, "config", None))
     own = getattr(config, "head_dim", None)
     if isinstance(own, int):
         return own

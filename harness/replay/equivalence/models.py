@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from compressor.errors import UserInputError
+from compressor.model.targets import text_config
 from compressor.training import TrainStep, adamw
 from harness.traceability.architectures import Architecture, zoo
 from harness.traceability.batches import make_batches
@@ -65,8 +66,7 @@ def _distance(model: nn.Module, input_ids: Tensor, mask: dict[str, Any], own: Te
 
 
 def _candidates(model: nn.Module, input_ids: Tensor) -> Iterator[dict[str, Any]]:
-    config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(getattr(model, "config", None))
     place = torch.arange(input_ids.shape[1], device=input_ids.device)
     causal = place[:, None] >= place
     added_to = next(model.parameters()).dtype if getattr(config, "_attn_implementation", None) == "eager" else None

@@ -11,7 +11,8 @@ import transformers
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.loading.sample_batches import Modality, sample_batches
+from compressor.model.loading.sample_batches import MODALITIES, Modality, sample_batches
+from compressor.model.targets import text_config
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LLAMA = {"model_type": "llama", "vocab_size": 128, **_SMALL}
@@ -48,6 +49,36 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "vit_gpt2": (
+        "VisionEncoderDecoderModel",
+        {
+            "encoder": {**_SMALL, "model_type": "vit", "image_size": 32, "patch_size": 16},
+            "decoder": {
+                "model_type": "gpt2",
+                "n_embd": 32,
+                "n_layer": 1,
+                "n_head": 4,
+                "vocab_size": 64,
+                "is_decoder": True,
+                "add_cross_attention": True,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            },
+        },
+    ),
+    "llava_next": (
+        "LlavaNextForConditionalGeneration",
+        {"image_token_index": 100, "vision_config": _CLIP, "text_config": _LLAMA, "image_grid_pinpoints": [[8, 16], [16, 8]]},
+    ),
+    "voxtral": (
+        "VoxtralForConditionalGeneration",
+        {
+            "audio_token_id": 100,
+            "text_config": {**_LLAMA, "num_key_value_heads": 2, "head_dim": 8},
+            "audio_config": {**_SMALL, "intermediate_size": 128, "num_mel_bins": 8, "max_source_positions": 20},
+        },
+    ),
+    "patchtst": ("PatchTSTForPrediction", {"d_model": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16}),
     "wav2vec2": ("Wav2Vec2Model", {**_SMALL, **_CONVOLUTIONS, "num_conv_pos_embedding_groups": 4}),
 }
 
@@ -73,6 +104,9 @@ def _make(kind: str) -> nn.Module:
         ("whisper", None, "audio", "input_features decoder_input_ids"),
         ("qwen2_audio", "audio", "audio", "input_ids attention_mask input_features feature_attention_mask"),
         ("wav2vec2", None, "audio", "input_values"),
+        ("vit_gpt2", None, "vision", "pixel_values decoder_input_ids"),
+        ("llava_next", "vision", "vision", "input_ids attention_mask pixel_values image_sizes"),
+        ("voxtral", "audio", "audio", "input_ids attention_mask input_features"),
     ],
 )
 def test_batches_run_and_hold_what_was_asked_for(kind: str, asked: Modality | None, got: str, names: str) -> None:
@@ -99,7 +133,13 @@ def test_placeholders_never_stand_in_plain_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "told"), [("vit", "text", "reads no text"), ("bart", "vision", "reads no images"), ("vit", "audio", "reads no sound")]
+    ("kind", "asked", "told"),
+    [
+        ("vit", "text", "reads no text; choose --modality vision"),
+        ("bart", "vision", "reads no images; choose --modality text"),
+        ("clip", "audio", "reads no sound; choose --modality text or vision"),
+        *(("patchtst", modality, r"reads no (text|images|sound); give real inputs .* --dataset") for modality in MODALITIES),
+    ],
 )
 def test_a_modality_that_the_model_does_not_read_is_refused(kind: str, asked: Modality, told: str) -> None:
     with pytest.raises(ModelError, match=told):
@@ -114,3 +154,14 @@ def test_a_model_that_cannot_run_what_was_made_says_what_to_give() -> None:
         sample_batches(model, "text")
     with pytest.raises(ModelError, match="has no config"):
         sample_batches(nn.Linear(2, 2))
+
+
+def test_a_config_of_several_texts_is_taken_as_a_whole() -> None:
+    parts = {
+        "text_encoder": {"model_type": "t5", "vocab_size": 64, "d_model": 32, "num_layers": 1},
+        "audio_encoder": {"model_type": "encodec"},
+        "decoder": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4},
+    }
+    config = transformers.MusicgenConfig(**parts)
+    assert text_config(config) is config and text_config(None) is None
+    assert text_config(_make("llava").config).vocab_size == 128
