@@ -36,6 +36,8 @@ _SYMBOLS = {
     "and": "&",
     "or": "|",
 }
+_OF_PLACE = ("device", "dtype", "requires_grad")  # keywords that change no condition
+_REFLECTED = {"__contains__": "{1} in {0}", "__rsub__": "{1} - {0}", "__radd__": "{1} + {0}", "__rmul__": "{1} * {0}"}
 _UNARY = {"neg": "-{}", "invert": "~{}", "len": "len({})", "abs": "abs({})"}
 _OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">"}
 # What changes the type, the place or the wrapping of a value and not what a reader means by it.
@@ -100,6 +102,8 @@ class Wording:
             left, symbol, right = compared
             if _is_rank(value) or (left == right and _SIZE.fullmatch(left)) or (left.isdigit() and right.isdigit()):
                 return None
+            if _counts_ones(value) and expected:
+                return None
             return f"{left} {symbol if expected else _OPPOSITE[symbol]} {right}"
         text = self.expression(value)
         if isinstance(expected, bool):
@@ -143,23 +147,36 @@ class Wording:
             return self.expression(node.args[0], depth)
         if node.target is getattr:
             return f"{self._operand(node.args[0], depth)}.{node.args[1]}"
+        if name == "size" and node.op == "call_method":
+            place = f"[{self.expression(node.args[1], depth + 1)}]" if len(node.args) == 2 else ""
+            return f"{self._operand(node.args[0], depth)}.shape{place}"
         if node.target is operator.getitem:
             index: Any = node.args[1]
             indices = index if isinstance(index, tuple) else (index,)
             return f"{self._operand(node.args[0], depth)}[{', '.join(self.expression(one, depth + 1) for one in indices)}]"
-        if name.strip("_") in _SYMBOLS and len(node.args) == 2:
-            return self._binary(_SYMBOLS[name.strip("_")], *(self._operand(part, depth) for part in node.args))
-        if name.strip("_") in _UNARY and len(node.args) == 1:
-            return _UNARY[name.strip("_")].format(self._operand(node.args[0], depth))
+        operation = self._operation(node, name, depth)
+        if operation is not None:
+            return operation
         inner = [self.expression(part, depth + 1) for part in node.args]
+        inner += [f"{key}={self.expression(part, depth + 1)}" for key, part in node.kwargs.items() if key not in _OF_PLACE]
         if node.op == "call_method":
             return f"{self._operand(node.args[0], depth)}.{name}({', '.join(inner[1:])})"
         return f"{name}({', '.join(inner[:3])})"
 
+    def _operation(self, node: fx.Node, name: str, depth: int) -> str | None:
+        """Write what has a symbol; None for another call."""
+        operands, plain = [self._operand(part, depth) for part in node.args], name.strip("_")
+        if len(operands) == 2 and name in _REFLECTED:
+            return _REFLECTED[name].format(*operands)
+        if len(operands) == 2 and plain == "sub" and node.meta.get("number") and _same(*node.args):
+            return "0"
+        if len(operands) == 2 and plain in _SYMBOLS:
+            return self._binary(_SYMBOLS[plain], *operands)
+        return _UNARY[plain].format(*operands) if len(operands) == 1 and plain in _UNARY else None
+
     def _operand(self, value: Any, depth: int) -> str:
-        text, inner = self.expression(value, depth + 1), _unwrapped(value)
-        is_operation = isinstance(inner, fx.Node) and len(inner.args) == 2 and _name(inner).strip("_") in _SYMBOLS
-        return f"({text})" if is_operation and " " in text else text
+        text = self.expression(value, depth + 1)
+        return f"({text})" if isinstance(value, fx.Node) and _is_compound(text) else text
 
     def _binary(self, symbol: str, left: str, right: str) -> str:
         """Write an operation; a difference between equals, and a sum with nothing, need no saying."""
@@ -176,6 +193,16 @@ class Wording:
             return None
         left, right = (self.expression(part) for part in node.args)
         return left, symbol, right
+
+
+def _is_compound(text: str) -> bool:
+    """True where a space stands outside of all brackets, so that something is computed there."""
+    depth = 0
+    for letter in text:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == " " and not depth:
+            return True
+    return False
 
 
 def _name(node: fx.Node) -> str:
@@ -215,6 +242,37 @@ def _size_of_made(node: fx.Node) -> Any:
     return sizes[place] if sizes is not None and isinstance(place, int) and -len(sizes) <= place < len(sizes) else None
 
 
+def _without_nothing(value: Any) -> Any:
+    """Look through a sum with 0, too."""
+    node = _unwrapped(value)
+    while isinstance(node, fx.Node) and _name(node).strip("_") == "add" and len(node.args) == 2 and node.args[1] == 0:
+        node = _unwrapped(node.args[0])
+    return node
+
+
+def _same(one: Any, other: Any) -> bool:
+    """True for one value, or for one that is made in the same way from the same."""
+    one, other = _without_nothing(one), _without_nothing(other)
+    if one is other:
+        return True
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return type(one) is type(other) and bool(one == other)
+    told = (one.op, one.target, list(one.kwargs)) == (other.op, other.target, list(other.kwargs))
+    is_made = one.op in ("call_method", "call_function") and not _name(one).startswith(("rand", "empty"))
+    return told and is_made and _same((*one.args, *one.kwargs.values()), (*other.args, *other.kwargs.values()))
+
+
+def _counts_ones(value: Any) -> bool:
+    """True for `ones(...).sum() == ones(...).numel()`."""
+    parts = [_unwrapped(part) for part in _unwrapped(value).args]
+    asked = [_name(part) for part in parts if isinstance(part, fx.Node) and part.args and _made_sizes(part.args[0]) is not None]
+    made = {_name(_unwrapped(part.args[0])) for part in parts if isinstance(part, fx.Node) and part.args}
+    counted = _name(_unwrapped(value)).strip("_") == "eq" and sorted(asked) == ["numel", "sum"] and made == {"ones"}
+    return counted and _same(*(_made_sizes(part.args[0]) for part in parts))
+
+
 def _asks_all_of_ones(value: Any) -> bool:
     """True for `ones(...).all()`."""
     node = _unwrapped(value)
@@ -225,7 +283,7 @@ def _asks_all_of_ones(value: Any) -> bool:
 
 
 def _is_rank(value: Any) -> bool:
-    """True for what only asks how many dimensions an input has: the signature of its batch says that."""
+    """True for what only asks how many dimensions there are: the signature of a batch says that of an input, and operations of the rest."""
     node = _unwrapped(value)
     if isinstance(node, fx.Node) and len(node.args) == 2 and _name(node).strip("_") in _SYMBOLS:
         return any(_is_rank(part) for part in node.args)
@@ -233,7 +291,7 @@ def _is_rank(value: Any) -> bool:
         (node.target is getattr and node.args[1] == "ndim") or (node.op == "call_method" and node.target in ("dim", "ndimension"))
     )
     source = _unwrapped(node.args[0]) if is_rank else None
-    return isinstance(source, fx.Node) and source.op == "placeholder"
+    return isinstance(source, fx.Node) and _name(source) != "squeeze"  # which alone goes by sizes
 
 
 # Which guards can be checked before the first stage: those over the inputs at once, those over shapes behind a target by a dry run.
