@@ -186,7 +186,7 @@ def trace_model(model: str | Path | nn.Module, settings: TraceSettings) -> Trace
     )
     with calibration_mode(State(model=stood.model)), Footprint(stood.model):
         given = _given(stood, settings)
-        ignored = list(resolve_targets(stood.model, list(settings.ignore))) if settings.ignore else []
+        ignored = list(resolve_targets(stood.model, list(settings.ignore), called="--ignore")) if settings.ignore else []
         targets, reason = _targets(stood.model, settings.sequential_targets, ignored)
         try:
             plan = trace(
@@ -263,6 +263,9 @@ def _real_batches(stood: StandIn, dataset: Any, modality: Modality | None) -> Sa
         except (OSError, SafetensorError) as error:
             raise DatasetError(f"{dataset}: cannot be read ({one_line(error)}); give a whole safetensors file") from error
         batch = {name: value.long() if value.dtype == torch.int32 else value for name, value in arrays.items()}
+        empty = next((name for name, value in batch.items() if not value.numel()), None)
+        if empty is not None:
+            raise DatasetError(f"{dataset}: {empty} is empty, of shape {list(batch[empty].shape)}; give at least one row")
         return SampleBatches([_few_rows(batch)], chosen, f"from {Path(dataset).name}: {describe_batch(_few_rows(batch))}")
     if chosen != "text":
         raise DatasetError(f"{dataset}: holds text, and --modality {chosen} was asked for; give a .safetensors file of the model's inputs")

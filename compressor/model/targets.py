@@ -59,13 +59,14 @@ def text_config(config: Any) -> Any:
         return config
 
 
-def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[str] = ()) -> dict[str, nn.Module]:
+def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[str] = (), called: str = "targets") -> dict[str, nn.Module]:
     """Find the modules that `targets` name and `ignore` does not.
 
     Args:
         model: searched in the order of `named_modules`; the root itself is never a target.
         targets: patterns of the modules that are wanted.
         ignore: patterns of modules that are left out.
+        called: what errors call the first.
 
     Returns:
         Dotted name to module, in the order of the model; a module that the model holds under several names comes once, under its first.
@@ -80,7 +81,7 @@ def resolve_targets(model: nn.Module, targets: Sequence[str], ignore: Sequence[s
         ['0']
     """
     named = _named(model)
-    return _resolved(model, named, _match_all(named, _as_list(targets)), ignore)
+    return _resolved(model, named, _match_all(named, _as_list(targets)), ignore, called)
 
 
 def resolve_layers(
@@ -247,10 +248,10 @@ def _layers(pattern: str, modules: list[nn.Module], fits: Callable[[nn.Module], 
 
 
 def _resolved(
-    model: nn.Module, named: list[tuple[str, nn.Module]], wanted: dict[str, list[nn.Module]], ignore: Sequence[str]
+    model: nn.Module, named: list[tuple[str, nn.Module]], wanted: dict[str, list[nn.Module]], ignore: Sequence[str], called: str = "targets"
 ) -> dict[str, nn.Module]:
     left_out = _match_all(named, _as_list(ignore))
-    _check_all_match({"targets": wanted, "ignore": left_out}, named)
+    _check_all_match({called: wanted, "ignore": left_out}, named)
     wanted_ids, left_out_ids = _ids(wanted), _ids(left_out)
     chosen_ids = wanted_ids - left_out_ids
     found = {name: module for name, module in model.named_modules() if name and id(module) in chosen_ids}

@@ -411,9 +411,7 @@ def _footprints(setting: Setting, pipeline: str, stages: Mapping[str, Sequence[T
         return join_by_input(found) if setting.runs_once else found, "one forward followed on shapes"
     except _CANNOT_FOLLOW as error:
         reason = " ".join(str(error).split())[:160]
-        return guess_footprints(
-            stages, setting.batches
-        ), f"a guess from the shapes of the weights: the forward needs more than shapes ({reason})"
+        return guess_footprints(stages, setting.batches), f"a guess from the shapes of the weights; no forward could be followed ({reason})"
 
 
 def _without_values(model: nn.Module) -> nn.Module:

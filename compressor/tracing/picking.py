@@ -135,7 +135,7 @@ def excerpt(batch: Batch, place: int) -> Batch:
     given: Mapping[str, Any] = batch
     tensors = {name: item for name, item in given.items() if isinstance(item, Tensor)}
     ids = tensors.get("input_ids")
-    if ids is None or ids.dim() != 2 or any(item.shape != ids.shape for item in tensors.values()):
+    if ids is None or ids.dim() != 2 or not len(ids) or any(item.shape != ids.shape for item in tensors.values()):
         return batch
     mask = tensors.get("attention_mask")
     is_padded = mask is not None and not bool(mask.all())

@@ -101,6 +101,8 @@ def test_class_modality_and_dataset(trace: Trace, tmp_path: Path) -> None:
     assert trace.json("--model-class", "LlamaModel", "--modality", "text")["model_class"] == "LlamaModel"
     assert "reads no images" in trace.error("--modality", "vision")
     arrays = {"input_ids": torch.arange(30).reshape(5, 6), "attention_mask": torch.ones(5, 6, dtype=torch.int64)}
+    save_file({name: array[:0] for name, array in arrays.items()}, tmp_path / "none.safetensors")
+    assert "is empty, of shape [0, 6]; give at least one row" in trace.error("--dataset", str(tmp_path / "none.safetensors"))
     save_file(arrays, tmp_path / "in.safetensors")
     assert "attention_mask (5, 6), input_ids (5, 6)" in trace.json("--dataset", str(tmp_path / "in.safetensors"))["batches"]
     rows = tmp_path / "rows.jsonl"
@@ -110,7 +112,7 @@ def test_class_modality_and_dataset(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_one_line(trace: Trace, tmp_path: Path) -> None:
-    assert "matches no module" in trace.error("--ignore", "lm_haed")
+    assert "model: --ignore 'lm_haed' matches no module" in trace.error("--ignore", "lm_haed")
     assert "every layer that could be a target is ignored" in trace.error("--ignore", "LlamaDecoderLayer")
     assert "are ignored as well" in trace.error("--ignore", "LlamaDecoderLayer", "--sequential-targets", "LlamaDecoderLayer")
     trace.folder = tmp_path / "nothing"
