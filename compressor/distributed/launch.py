@@ -6,11 +6,9 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
+from compressor.distributed.watch import EndedBySigterm, end_by_sigterm, ignore_sigterm, watched
 from compressor.errors import RankError
-
-ENDED = "SIGTERM"  # the kind of the error of a rank that was asked to end
 
 
 def num_ranks() -> int:
@@ -39,16 +37,19 @@ def launched() -> Iterator[None]:
     uses_gpu = torch.cuda.is_available() and dist.is_nccl_available()
     if uses_gpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    signal.signal(signal.SIGTERM, _ended)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if uses_gpu else "gloo")
+    signal.signal(signal.SIGTERM, end_by_sigterm)
     try:
+        backend = "cpu:gloo,cuda:nccl" if uses_gpu else "gloo"
+        store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+        # A clone of the store, for connecting locks its own while it waits.
+        with watched(dist.PrefixStore("compressor starts", store.clone()), rank, size) as watch:  # type: ignore[attr-defined]
+            watch.during(lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size))
         yield
+    except EndedBySigterm as ended:  # before the others are known, or behind the run
+        error = RankError(f"rank {os.environ['RANK']} of {num_ranks()}: was ended by SIGTERM")
+        error.is_mine_to_tell = True
+        raise error from ended
     finally:
-        dist.destroy_process_group()
-
-
-def _ended(number: int, frame: FrameType | None) -> None:
-    """What torchrun does to all ranks when one has failed: time to say which one, and to let the run folder go."""
-    error = RankError("ended by SIGTERM")
-    error.kind = ENDED
-    raise error
+        ignore_sigterm()
+        if dist.is_initialized():
+            dist.destroy_process_group()

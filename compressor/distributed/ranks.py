@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from compressor.distributed.launch import ENDED
 from compressor.distributed.messages import blanks, read, written
-from compressor.distributed.watch import Watch
+from compressor.distributed.watch import Watch, watched
 from compressor.errors import CalibrationError, RankError, UserInputError
 from compressor.numerics.part_sums import NUM_PARTS, PartSum, add_parts
 
@@ -262,20 +261,9 @@ def joined() -> Iterator[Ranks]:
             "the same bytes; start 1, 2, 4 or 8"
         )
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    group: Any = dist.new_group(timeout=_NO_LIMIT, backend=backend)
-    store = dist.PrefixStore(f"compressor {group.group_name}", dist.distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
-    watch = Watch(store, group.rank(), size)
-    ranks = Ranks(group, watch)
-    try:
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    number = store.add(f"compressor runs of rank {rank}", 1)
+    with watched(dist.PrefixStore(f"compressor run {number}", store), rank, size) as watch:  # type: ignore[attr-defined]
+        ranks = Ranks(watch.during(lambda: dist.new_group(timeout=_NO_LIMIT, backend=backend)), watch)
         yield ranks
         ranks.gather(None)  # nobody leaves before all are done
-    except RankError as error:
-        if error.kind != ENDED:
-            raise
-        raise watch.explain(error) from error
-    except BaseException as error:
-        watch.fail(error)
-        error.add_note(f"rank {ranks.rank} of {size}")
-        raise
-    finally:
-        watch.close()
