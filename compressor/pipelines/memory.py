@@ -90,7 +90,7 @@ def return_freed_pages() -> None:
 
 # When memory runs out: in which stage, at what, what the stage holds, and what can be done about it.
 
-Work = Literal["traced", "calibrated", "compressed", "propagated"]
+Work = Literal["traced", "brought to the device", "calibrated", "compressed", "propagated"]
 
 _SHOWN_MODULES = 3
 _SMALLER_FORWARDS = "take smaller batches (batch_size=1) or shorter sequences (max_seq_length)"
@@ -99,6 +99,7 @@ _FEWER_ACTIVATIONS = "let activations go to disk (activation_memory and offload_
 _REMEDIES: Mapping[Work, tuple[str, ...]] = MappingProxyType(
     {
         "traced": (_SMALLER_FORWARDS, 'leave the proof out (verify="off")'),
+        "brought to the device": (_SMALLER_STAGES, _FEWER_ACTIVATIONS),
         "calibrated": (_SMALLER_FORWARDS, _SMALLER_STAGES, _FEWER_ACTIVATIONS),
         "compressed": (_SMALLER_STAGES, _FEWER_ACTIVATIONS, "leave the search for scales out (scale_search: false)"),
         "propagated": (_SMALLER_FORWARDS, _FEWER_ACTIVATIONS),

@@ -163,7 +163,8 @@ def _run_stages(
                     for stage in running:
                         # What was called before the last stage: layers behind it have seen it uncompressed.
                         early = tuple(state.ranks.union(tuple(outside)))
-                        weights.hold(stage.module_names)
+                        with memory_explained(state.model, stage.name, "brought to the device", stage.module_names):
+                            weights.hold(stage.module_names)
                         _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages))
                 weights.hold(())
             _check_called(session, running.uncalled, settings.targets)

@@ -20,5 +20,6 @@ FAMILIES: Mapping[str, str] = {
     "goldens": "tests.mutation.goldens:FAMILY",
     "checkpoints": "tests.mutation.checkpoints:FAMILY",
     "attention": "tests.mutation.attention:FAMILY",
+    "onloading": "tests.mutation.onloading:FAMILY",
     "replay": "tests.mutation.replay:FAMILY",
 }

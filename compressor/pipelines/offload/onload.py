@@ -25,6 +25,7 @@ from compressor.nn.experts import Expert
 from compressor.numerics.checksum import checksum
 from compressor.pages import let_go
 from compressor.pipelines.memory import free_bytes
+from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 FREE_SHARE = 0.5  # of the device's free memory, that weights may take as a whole: activations and solvers need the rest
 
@@ -187,8 +188,10 @@ class OnloadedWeights(WeightsByStretch):
 
     def _bring(self, target: str) -> None:
         own, coming = self._own(target), self._coming.pop(target, None)
-        # What was asked for ahead of its time may have been replaced or written to since.
-        self._install(target, coming if coming is not None and _same(own, coming) else self._ask(own))
+        # What was asked for ahead of its time may have been replaced or written to since, or there was no room for it yet.
+        if coming is not None and (not _same(own, coming) or _found_no_room(coming)):
+            coming = None  # which frees it
+        self._install(target, coming or self._ask(own))
 
     def _look_ahead(self, target: str) -> None:
         after = self._targets[self._targets.index(target) + 1 :][:1]
@@ -324,6 +327,11 @@ def _outside(model: nn.Module, targets: Collection[str]) -> Iterator[Tensor]:
 
 def _same(own: list[Tensor], coming: _Coming) -> bool:
     return list(map(id, own)) == list(map(id, coming.own)) and [one._version for one in own] == coming.versions
+
+
+def _found_no_room(coming: _Coming) -> bool:
+    error = coming.copies.exception()
+    return error is not None and is_out_of_memory(error)
 
 
 def _lies_in(name: str, target: str) -> bool:

@@ -53,7 +53,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, by
 
 @pytest.mark.parametrize("number", range(len(FAILURES)), ids=["-".join(map(str, one)).replace(" ", "-") for one in FAILURES])
 def test_all_end_with_one_message_and_go_on_to_the_same_bytes(number: int, model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    how, moment, rank = FAILURES[number]
+    how, moment, _ = FAILURES[number]
     command = arguments(model, tmp_path / "out")
     # Every other run as under torchrun, without which nobody knows of a rank that has not come; each goes on with another number of them.
     ended = run_ranks(2, tmp_path / "fails", command, FAILURES[number], helped=number % 2 == 0 or moment == "it comes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import oneshot
-from compressor.errors import TargetError, TracingError
+from compressor.errors import OutOfMemoryError, TargetError, TracingError
 from compressor.pages import let_go
 from compressor.pipelines.offload import onload
 from compressor.pipelines.offload.onload import OnloadedWeights
+from tests.compressor.pipelines.simulated_device import Simulated
 
 LAYERS = 3
 GPTQ = {"quant_modifiers": {"GPTQModifier": {"scheme": "W4A16", "ignore": ["lm_head"]}}}
@@ -33,67 +33,12 @@ MODES = {
 }
 
 
-class Sides(TorchDispatchMode):
-    """Two sides of one memory: an operation on tensors of both is refused, as torch refuses it for two devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.here: dict[int, Tensor] = {}  # by address: weights on the device
-        self.there: dict[int, Tensor] = {}  # and those that wait
-        self.peak = 0
-
-    def side_of(self, tensor: Tensor) -> str | None:
-        address = tensor.untyped_storage().data_ptr()
-        if address in self.here:
-            return "device"
-        return "host" if address in self.there else getattr(tensor, "side", None)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        sides = {side for leaf in given if (side := self.side_of(leaf)) is not None}
-        if len(sides) > 1 and func._overloadpacket is not torch.ops.aten.copy_:
-            raise AssertionError(f"{func}: tensors of both sides")
-        made = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made) if sides else ():
-            if isinstance(leaf, Tensor):
-                leaf.side = next(iter(sides))  # type: ignore[attr-defined]
-        return made
-
-
-class Simulated(OnloadedWeights):
-    """Weights of a device that counts."""
-
-    sides: Sides
-
-    def __enter__(self) -> Any:
-        type(self).sides = Sides()
-        self.sides.there = {one.untyped_storage().data_ptr(): one.detach() for one in (*self._model.parameters(), *self._model.buffers())}
-        super().__enter__()
-        self.sides.__enter__()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.sides.__exit__(None, None, None)
-        super().__exit__(*exc_info)
-
-    def _install(self, target: str | None, coming: Any) -> None:
-        self.sides.here |= {made.untyped_storage().data_ptr(): made for made in coming.copies.result().tensors}
-        super()._install(target, coming)
-        self.sides.peak = max(self.sides.peak, len(self._lent) - 1)
-
-    def _return(self, target: str | None) -> None:
-        gone = {lent.own.untyped_storage().data_ptr() for lent in self._lent.get(target, ())}
-        super()._return(target)
-        for address in gone:
-            self.sides.here.pop(address, None)
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> type[Simulated]:
     """A device to which weights must be copied."""
     monkeypatch.setattr(onload, "needs_copies", lambda model, device: True)
-    monkeypatch.setattr(onload, "OnloadedWeights", Simulated)
-    return Simulated
+    monkeypatch.setattr(onload, "OnloadedWeights", made := type("Simulated", (Simulated,), {}))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +81,59 @@ def test_every_stage_computes_on_the_device_and_gives_the_same_bytes(
     device = request.getfixturevalue("device")  # after the plain run
     result = run(folder, tmp_path / "out", mode)
     assert files(tmp_path / "out") == expected
-    assert device.sides.peak <= 2  # a layer, and the one whose norm the propagation reaches
-    assert not device.sides.here
+    assert device.last.most_at_hand <= 2  # a layer, and the one whose norm the propagation reaches
+    assert not device.last.sides.here
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in result.model.modules())
+
+
+def of_a_layer(folder: Path) -> tuple[int, int]:
+    """Bytes of a layer, and of what lies in none."""
+    model = LlamaForCausalLM.from_pretrained(folder)
+    layer = sum(one.nbytes for one in model.model.layers[0].parameters())
+    return layer, sum(one.nbytes for one in (*model.parameters(), *model.buffers())) - LAYERS * layer
+
+
+def test_each_layer_is_copied_ahead_of_its_use_and_once(folder: Path, device: type[Simulated]) -> None:
+    run(folder, None, "one pass, the uncompressed model beside", verify="off")
+    events = device.last.events
+    layer, outside = of_a_layer(folder)
+    for kind in ("asked", "used"):  # in rounds of the trace and of the run, and nothing that nobody uses
+        named = [target for what, target in events if what == kind]
+        assert named == [None, *(f"model.layers.{index % LAYERS}" for index in range(len(named) - 1))] and len(named) % LAYERS == 1
+    late = [target for (what, target), (then, _) in pairwise(events) if (what, then) == ("needed", "asked")]
+    assert set(late) <= {"model.layers.0"}  # nobody knows that a forward begins
+    assert device.last.most_resident <= outside + 2 * layer and device.last.resident == 0
+
+
+def test_a_device_with_room_for_one_layer_is_enough(
+    plain: Callable[[str], dict[str, bytes]], folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    mode = "one pass, the uncompressed model beside"
+    expected, (layer, outside) = plain(mode), of_a_layer(folder)
+    device = request.getfixturevalue("device")
+    device.room = outside + 1.5 * layer
+    run(folder, tmp_path / "out", mode)
+    assert files(tmp_path / "out") == expected and device.last.most_resident == outside + layer
+    device.room = outside + 0.5 * layer
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out while it was traced \(Tried to allocate \d+ bytes"):
+        run(folder, None, mode)
+    assert device.last.resident == 0
+
+
+def test_a_copy_that_fails_leaves_a_run_that_goes_on(
+    plain: Callable[[str], dict[str, bytes]], folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    mode = "one pass, the uncompressed model beside"
+    expected = plain(mode)
+    device = request.getfixturevalue("device")
+    run(folder, None, mode)
+    device.fails_at = device.last.num_copies  # the last layer's in the last round
+    with pytest.raises(RuntimeError, match="simulated: a copy has failed"):
+        run(folder, tmp_path / "out", mode)
+    assert not device.last.sides.here
+    device.fails_at = 0
+    assert run(folder, tmp_path / "out", mode, resume=True).resumed.startswith("resumed after stage ")
+    assert files(tmp_path / "out") == expected
 
 
 @torch.no_grad()
