@@ -21,5 +21,6 @@ FAMILIES: Mapping[str, str] = {
     "checkpoints": "tests.mutation.checkpoints:FAMILY",
     "attention": "tests.mutation.attention:FAMILY",
     "onloading": "tests.mutation.onloading:FAMILY",
+    "ranks": "tests.mutation.ranks:FAMILY",
     "replay": "tests.mutation.replay:FAMILY",
 }
