@@ -121,6 +121,7 @@ class Plan:
         online: FLOPs for each token of rotations in the forward, by layer: what the result pays whenever it is used.
         online_share: of that in the products of all linear layers.
         ranks: processes that would share the run; the estimates are those of one of them.
+        alone_seconds: what one process would take, at the same speeds; None where one was asked for.
         fit: what of it fits into the memory of the GPU that was named.
         attention: what of attention would be quantized; None where nothing would.
         unwritable: why a run that is to write a checkpoint would be refused; None where it would not.
@@ -136,6 +137,7 @@ class Plan:
     online: dict[str, float] = field(default_factory=dict)
     online_share: float = 0.0
     ranks: int = 1
+    alone_seconds: float | None = None
     fit: Fit | None = None
     attention: str | None = None
     unwritable: str | None = None
@@ -157,6 +159,7 @@ class Plan:
             "online": self.online,
             "online_share": self.online_share,
             "ranks": self.ranks,
+            "alone_seconds": self.alone_seconds,
             "fit": None if self.fit is None else self.fit.to_dict(),
             "attention": self.attention,
             "unwritable": self.unwritable,
@@ -196,12 +199,8 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         skeleton = _without_values(model)
     elif dtype != "auto":
         skeleton = skeleton.to(resolve_dtype(dtype))
-    batches = Batches.of(
-        settings.num_calibration_samples,
-        chosen_length(settings.max_seq_length, max_positions(skeleton)),
-        settings.batch_size,
-        settings.ranks,
-    )
+    length = chosen_length(settings.max_seq_length, max_positions(skeleton))
+    batches, of_all = (Batches.of(settings.num_calibration_samples, length, settings.batch_size, ranks) for ranks in (settings.ranks, 1))
     run_device = resolve_device(settings.device)
     with unfused_experts(skeleton, hold=True) as experts:
         try:
@@ -215,6 +214,11 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
             with _reshaped(skeleton, parsed.modifiers):
                 follow = _Following(skeleton, batches.example())
                 made = _made(skeleton, parsed, chosen, settings, setting, follow)
+                alone = None
+                if settings.ranks > 1:
+                    same = batches.batch_size == of_all.batch_size
+                    follow_all = follow if same else _Following(skeleton, of_all.example())
+                    alone = _made(skeleton, parsed, chosen, settings, replace(setting, batches=of_all), follow_all).estimate.seconds
                 modes = {
                     mode: _made(skeleton, other, chosen, settings, setting, follow).estimate
                     for mode, other in _other_modes(parsed, settings).items()
@@ -222,7 +226,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    return replace(made, modes=modes, ranks=settings.ranks, fit=fit, attention=attention, unwritable=unwritable)
+    return replace(made, modes=modes, ranks=settings.ranks, alone_seconds=alone, fit=fit, attention=attention, unwritable=unwritable)
 
 
 def _attention(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None:

@@ -122,8 +122,9 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
         )
         for name, other in plan.modes.items()
     ]
-    if plan.ranks > 1:
-        lines.append(("all numbers", f"of each of {plan.ranks} ranks, which share samples and solvers"))
+    if plan.alone_seconds is not None:
+        gain = f"one process would take {_time(plan.alone_seconds)}, {plan.alone_seconds / max(cost.seconds, 1e-9):.1f} times as long"
+        lines.append(("all numbers", f"of each of {plan.ranks} ranks, which share samples and solvers; {gain}"))
     if plan.online:
         flops = sum(plan.online.values()) / 1e6
         beside = f"{flops:,.2f} MFLOP a token in {len(plan.online)} modules, {plan.online_share:.1%} of the products of linear layers"

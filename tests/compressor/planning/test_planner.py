@@ -108,10 +108,12 @@ def test_ranks_share_samples_and_solvers(folder: Path, capsys: pytest.CaptureFix
     assert 3 * half.statistics_bytes == 2 * one.statistics_bytes
     assert 1.5 < one.activations_bytes / half.activations_bytes < 2  # rotary tables are nobody's share
     assert 2 < one.seconds / eighth.seconds < 8  # of seven weights q, k and v are one problem, and gate and up
+    one_process = make(folder)
     with pytest.raises(UserInputError, match="ranks: 3 was given, where 1 or 2 or 4 or 8 belongs"):
         make(folder, ranks=3)
     assert main(["plan", str(folder), "--recipe", json.dumps(RECIPE), "--ranks", "2"]) == 0
-    assert "of each of 2 ranks" in capsys.readouterr().out
+    assert "of each of 2 ranks" in (said := capsys.readouterr().out) and "times as long" in " ".join(said.split())
+    assert make(folder, ranks=2).alone_seconds == one_process.estimate.seconds and one_process.alone_seconds is None
 
 
 @pytest.mark.parametrize("passes", ["one", "two"])
