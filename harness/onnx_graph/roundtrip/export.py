@@ -73,7 +73,8 @@ def write_graph(model: onnx.ModelProto, path: Path, limit_bytes: int = _LIMIT) -
         onnx.save(copy, partial)  # the graph comes last: it makes the data count
 
 
-# Did an exporter freeze what the inputs decide, a branch or the rows of an expert? The graph is asked on inputs it has not seen.
+# Did an exporter freeze what the inputs decide, a branch or the rows of an expert, or write an operator wrongly? The graph is asked on
+# inputs it has not seen.
 
 _MIN_SQNR_DB = 20.0
 """Far below what rounding of codes costs (33 dB were seen), far above another branch."""
@@ -157,6 +158,12 @@ EXPORTERS = ("dynamo", "torchscript")
 DEFAULT_OPSET = 18
 _EXPERTS = "_experts_implementation_internal"
 _BRANCHLESS = "neither exporter writes a branch of Python that values decide; compute it with torch.where"
+_WRONG = {
+    "torchscript": "this exporter records one run, and what the inputs decide (a branch, a number of rows) is frozen in it; try dynamo; "
+    + _BRANCHLESS,
+    "dynamo": "an operator is not written as the model computes it, or chooses among equal values (TopK, ArgMax), where runtimes differ; "
+    "try torchscript",
+}
 Dynamic = Mapping[str, Mapping[int, str]]
 """Input to axis to the name of its size."""
 
@@ -225,7 +232,7 @@ def export(
     Raises:
         UserInputError: no such exporter, no inputs, a dynamic size of an input or axis that does not exist, or an opset that onnx does not
             know.
-        ExportFailure: the exporter raised, what it made is no valid graph, or torchscript froze in it what the inputs decide.
+        ExportFailure: the exporter raised, what it made is no valid graph, or gives something else than the module does.
     """
     if exporter not in _EXPORTERS:
         raise UserInputError(f"export: there is no exporter {exporter!r}; choose from {', '.join(EXPORTERS)}")
@@ -245,14 +252,12 @@ def export(
             raise _blame(exporter, wrapped, inputs, error) from error
         else:
             model = read_proto(path)
-            tried = try_other_inputs(model, wrapped, inputs) if exporter == "torchscript" else Tried()  # dynamo refuses what inputs decide
+            tried = try_other_inputs(model, wrapped, inputs)
     if tried.differs:
         raise ExportFailure(
-            f"{exporter}: {type(module).__name__} cannot be exported: on other inputs the graph gives {tried.differs}; this exporter "
-            "records one run, and what the inputs decide (a branch, a number of rows) is frozen in it; "
-            f"try dynamo; {_BRANCHLESS}"
+            f"{exporter}: {type(module).__name__} cannot be exported: on other inputs the graph gives {tried.differs}; {_WRONG[exporter]}"
         )
-    notes = (f"{exporter} freezes what the inputs decide, and this was not seen in full: {tried.unseen}",) if tried.unseen else ()
+    notes = (f"the graph of {exporter} was not held against the model in full: {tried.unseen}",) if tried.unseen else ()
     return Exported(model, module, {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items()}, exporter, notes)
 
 

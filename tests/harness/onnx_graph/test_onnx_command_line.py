@@ -206,6 +206,16 @@ def test_what_torchscript_freezes_is_found(module: nn.Module) -> None:
         export(module, inputs, exporter="torchscript")
 
 
+class _Exporting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.abs() if torch.compiler.is_exporting() else x
+
+
+def test_a_graph_of_dynamo_that_is_not_what_the_model_computes_is_refused() -> None:
+    with pytest.raises(ExportFailure, match=r"dynamo: _Exporting cannot be exported: .* gives .* dB .* try torchscript"):
+        export(_Exporting(), {"x": torch.tensor([1.0, -2.0])})
+
+
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_every_part_is_in_its_mode_after_an_export(exporter: str) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.BatchNorm1d(3))
