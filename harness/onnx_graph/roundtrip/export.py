@@ -157,10 +157,13 @@ def _another(tensor: torch.Tensor, seed: int) -> torch.Tensor:
 EXPORTERS = ("dynamo", "torchscript")
 DEFAULT_OPSET = 18
 _EXPERTS = "_experts_implementation_internal"
-_BRANCHLESS = "neither exporter writes a branch of Python that values decide; compute it with torch.where"
+_DECIDED = (
+    "values decide what runs, and this exporter writes none of it; compute a branch with torch.where; where one run goes every way, as "
+    "through all experts, torchscript records it"
+)
 _WRONG = {
-    "torchscript": "this exporter records one run, and what the inputs decide (a branch, a number of rows) is frozen in it; try dynamo; "
-    + _BRANCHLESS,
+    "torchscript": "this exporter records one run, and what the inputs decide is frozen in it; compute a branch with torch.where, and a "
+    "number of rows dynamo may write",
     "dynamo": "an operator is not written as the model computes it, or chooses among equal values (TopK, ArgMax), where runtimes differ; "
     "try torchscript",
 }
@@ -426,8 +429,8 @@ def _blame(exporter: str, wrapped: _ByName, inputs: Mapping[str, torch.Tensor], 
         wrapped(*inputs.values())
     except Exception as own:  # the forward is the user's, and raises what it likes
         raise ExportFailure(f"{what}, for it fails on these inputs by itself: {_cause(own)}; give inputs that it takes") from own
-    values = "data-dependent" in (cause := _cause(error))  # torchscript would record one way of it
-    return ExportFailure(f"{what}: {cause}; {_BRANCHLESS if values else 'try the other exporter'}")
+    values = "data-dependent" in (cause := _cause(error))
+    return ExportFailure(f"{what}: {cause}; {_DECIDED if values else 'try the other exporter'}")
 
 
 def _cause(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -186,12 +187,11 @@ def test_what_the_search_for_frozen_choices_did_not_see_is_said(module: nn.Modul
     assert set(notes) <= set(row.result.notes) and set(notes) <= set(trip.notes())
 
 
-@pytest.mark.parametrize(("exporter", "advised"), [("dynamo", False), ("torchscript", True)])
-def test_a_branch_is_not_sent_to_the_other_exporter(exporter: str, advised: bool) -> None:
-    with pytest.raises(ExportFailure, match=r"compute it with torch\.where") as caught:
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_branch_is_not_sent_to_the_other_exporter(exporter: str) -> None:
+    with pytest.raises(ExportFailure, match=r"compute a branch with torch\.where") as caught:
         export(_Branch(), {"x": torch.ones(2, 3)}, exporter=exporter)
-    assert "try the other exporter" not in str(caught.value)
-    assert ("try dynamo" in str(caught.value)) is advised
+    assert not re.search("try (the other|dynamo|torchscript)|neither", str(caught.value))
 
 
 class _Dropped(_Branch):
