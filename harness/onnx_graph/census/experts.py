@@ -7,6 +7,8 @@ which the experts were stacked. Whatever cuts, rolls, transposes or pools on the
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 import onnx_ir as ir
 
 from harness.onnx_graph.census.flow import FlowMap, Shapes
@@ -20,6 +22,7 @@ _ELEMENTWISE = frozenset(
     }
 )
 _ALONG_AN_AXIS = frozenset({"Softmax", "LogSoftmax", "LayerNormalization"})
+_CHOOSES = frozenset({"TopK", "ArgMax"})
 _SUMS = frozenset({"ReduceSum", "ReduceMean"})
 _LAST_AXIS_BY_DEFAULT = 13
 """The opset from which a Softmax runs over one axis, by default the last one."""
@@ -50,6 +53,22 @@ class Experts:
         """
         factors = [value for value in product.inputs if value is not None]
         return product.op_type == "Mul" and any(self._is_mixture(product, *pair) for pair in (factors, factors[::-1]))
+
+    def are_chosen_by(self, node: ir.Node) -> bool:
+        """Whether a node takes the weights of few experts out of those of all.
+
+        Args:
+            node: on the way to a factor of a product.
+
+        Returns:
+            True for a TopK, and of a softmax for its largest part and for those at places that a TopK or ArgMax chose.
+        """
+        if node.op_type == "TopK" or node.op_type not in ("ReduceMax", "GatherElements"):
+            return node.op_type == "TopK"
+        return self._is_behind(node.inputs[0], {"Softmax"}) and (node.op_type == "ReduceMax" or self._is_behind(node.inputs[1], _CHOOSES))
+
+    def _is_behind(self, value: ir.Value | None, operators: Set[str]) -> bool:
+        return value is not None and bool(self._view.walk_back(value, lambda node: node.op_type in operators, self._flow.is_layer))
 
     def _is_mixture(self, product: ir.Node, weights: ir.Value, stack: ir.Value) -> bool:
         stacked = self._stacked(stack)

@@ -151,8 +151,9 @@ class Products:
         return False
 
     def _weights(self, value: ir.Value) -> bool:
-        """Whether a factor is a softmax over what is summed. That of a router, which a TopK cuts, weighs experts."""
-        return self._behind(value, _NORMALISES | {"Exp"}) and not self._behind(value, {"TopK"})
+        """Whether a factor is a softmax over what is summed. That of a router, of which few were chosen, weighs experts."""
+        is_chosen = bool(self._view.walk_back(value, self._experts.are_chosen_by, self._is_end_of_factor))
+        return not is_chosen and self._behind(value, _NORMALISES | {"Exp"})
 
     def _behind(self, value: ir.Value, operators: frozenset[str] | set[str]) -> bool:
         return bool(self._view.walk_back(value, lambda node: node.op_type in operators, self._is_end_of_factor))

@@ -120,8 +120,8 @@ class Weighing:
         return bool(self._view.walk_back(value, self._ends_walk))
 
     def _is_chosen(self, value: ir.Value) -> bool:
-        """Whether it is the weight of an expert, which a TopK cut."""
-        return bool(self._view.walk_back(value, lambda node: node.op_type == "TopK", self._ends_walk))
+        """Whether it is the weight of an expert, one of few that were chosen."""
+        return bool(self._view.walk_back(value, self._experts.are_chosen_by, self._ends_walk))
 
     def _derived(self, value: ir.Value, source: ir.Value) -> bool:
         """Whether a value is computed from another one at the same places, as a norm or a gate of itself is."""

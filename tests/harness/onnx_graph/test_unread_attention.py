@@ -134,6 +134,13 @@ def _hard(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.gather(v, 2, _scores(q, k).argmax(-1, keepdim=True).expand(-1, -1, -1, WIDTH // HEADS))
 
 
+def _best_of_near_tokens(_: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.stack([(q * k.roll(shift, 2)).sum(-1) for shift in range(3)], -1).softmax(-1)
+    chosen = weights.topk(2, -1).indices
+    near = torch.stack([v.roll(shift, 2) for shift in range(3)], 3).gather(3, chosen[..., None].expand(-1, -1, -1, -1, WIDTH // HEADS))
+    return (weights.gather(-1, chosen)[..., None] * near).sum(3)
+
+
 UNKNOWN: dict[str, Callable[..., Tensor]] = {
     "talking heads": _talking_heads,
     "sigmoid": lambda _, q, k, v: torch.sigmoid(_scores(q, k) - 1.6) @ v,
@@ -153,6 +160,7 @@ UNKNOWN: dict[str, Callable[..., Tensor]] = {
     "max-plus": _max_plus,
     "additive": _additive,
     "inverse distances": _inverse_distances,
+    "best of near tokens": _best_of_near_tokens,
     "relation": _relation,
     "hard": _hard,
     "attention free": lambda _, q, k, v: q.sigmoid() * (k.softmax(2) * v).sum(2, keepdim=True),
@@ -188,6 +196,21 @@ def _routed(block: Block, h: Tensor) -> Tensor:
     weights, chosen = block.gate(h)[..., :2].softmax(-1).topk(1, -1)
     experts = torch.stack([block.wk(h), block.wv(h)], 2)
     return (weights[..., None] * torch.gather(experts, 2, chosen[..., None].expand(-1, -1, -1, WIDTH))).sum(2)
+
+
+def _dense(weights: Tensor, chosen: Tensor, block: Block, h: Tensor) -> Tensor:
+    every = torch.zeros(1, LENGTH, 2).scatter(-1, chosen, weights)
+    return (torch.stack([block.wk(h).relu(), block.wv(h).relu()], 2) * every[..., None]).sum(2)
+
+
+def _switch(block: Block, h: Tensor) -> Tensor:
+    return _dense(*block.gate(h)[..., :2].softmax(-1).max(-1, keepdim=True), block, h)
+
+
+def _chosen_behind_a_bias(block: Block, h: Tensor) -> Tensor:
+    weights = block.gate(h)[..., :2].softmax(-1)
+    chosen = (weights + block.over_heads[0, :2]).topk(1, -1).indices
+    return _dense(weights.gather(-1, chosen), chosen, block, h)
 
 
 def _batched_experts(block: Block, h: Tensor) -> Tensor:
@@ -263,6 +286,8 @@ NOTHING: dict[str, Callable[..., Tensor]] = {
     "all experts": _mixture(_two_experts),
     "all experts, gated": lambda block, h: block.wo(_mixture(_two_experts)(block, h) * F.silu(block.wq(h))) + h,
     "routed experts": _routed,
+    "the best expert": _switch,
+    "experts chosen behind a bias": _chosen_behind_a_bias,
     "batched experts": _batched_experts,
     "tokens of experts": _tokens_of_experts,
     "scaled by its mean": lambda block, h: block.wo(block.wq(h) / block.wk(h.mean(1, keepdim=True)) - block.wv(h).amax(1, keepdim=True)),
