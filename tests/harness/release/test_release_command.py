@@ -56,6 +56,7 @@ def test_the_report_holds_what_was_asked_for(signed: Path) -> None:
     assert data["run"]["device"] == "cpu"
     found = {one["name"]: one for one in data["checks"]}
     assert "there is no interpreter" in found["environment.newest"]["summary"]
+    assert found["tasks.lm-eval"]["summary"] == "not run: the policy names no task"
     outcomes = {name: found[f"command.{name}"]["outcome"] for name in ("right", "wrong", "unsure", "vllm", "onnx")}
     assert outcomes == {"right": "pass", "wrong": "fail", "unsure": "inconclusive", "vllm": "skip", "onnx": "skip"}
     assert found["command.vllm"]["summary"] == "not run: no-such-program is not installed"
