@@ -65,7 +65,8 @@ def check_unclaimed(model: nn.Module, base: Mapping[str, Content], claimed: Coll
     if wrong:
         raise CheckpointError(
             f"{wrong[0]}: {len(wrong)} tensors ({some(wrong)}) are no longer what was loaded, and no modifier has claimed their modules; "
-            "see whether the model's forward or a hook writes to them; a modifier that means to change them says so with state.touch()"
+            "see whether the model's forward or a hook writes to them (in memory they stay as they are now: load the model anew); a "
+            "modifier that means to change them says so with state.touch()"
         )
 
 

@@ -388,7 +388,7 @@ class Plan:
         if self._verify == "off" and not self._rewritten_anew():
             return []
         if self._verify == "all" or reads:
-            self._widened = f"{reads} reads a Python value off the data" if reads and self._verify == "first" else ""
+            self._widened = reads if self._verify == "first" else ""
             return [*batches] if unproved(range(len(batches)), batches, self._apart) else []
         return pick_apart(batches, self._apart)
 

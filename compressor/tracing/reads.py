@@ -10,12 +10,17 @@ classes, the environment, closures), but it must be read off a tensor before, an
 a proof take all batches. Likewise code between targets that catches exceptions: a layer may raise in other batches only. Not counted: reads
 by torch, numpy and this package, and by functions of transformers that set no attribute and no global, nor do their callers up to the
 module that runs (how experts are routed, whether a mask is needed).
+
+Carried tensors (`BUS["over"] = torch.relu(y - 6)`, `self.largest.copy_(...)`). What a module has made and not given back, and what is used
+elsewhere, has gone past the arguments, too; so has what it writes to memory that is older than the forward. It may be the same in all
+batches but a few.
 """
 
 from __future__ import annotations
 
 import dis
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
@@ -231,8 +236,9 @@ class HostReads:
 
     @property
     def first(self) -> str:
-        """File, line and module of the first read; empty where there is none."""
-        return next((f"{place} (inside {name})" if name else place for name, place in self.places.items()), "")
+        """What the first read is, with file, line and module; empty where there is none."""
+        found = (f"{place} (inside {name})" if name else place for name, place in self.places.items())
+        return next((f"{place} reads a Python value off the data" for place in found), "")
 
     def _note(self) -> None:
         """Keep where the read is, if it counts."""
@@ -255,6 +261,100 @@ class HostReads:
             return None
         name = self._names.get(id(frame.f_locals["self"]))
         return None if name in self._followed else name
+
+
+class CarriedTensors:
+    """Looks for tensors that pass from call to call past the arguments.
+
+    A call uses what another one has made and not given back, or writes to memory that is older than the forward and that it was not handed.
+
+    Attributes:
+        first: what the first such use is, with file and line; empty where there is none.
+    """
+
+    def __init__(self) -> None:
+        """Know no tensor yet."""
+        self.first = ""
+        self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._born: set[int] = set()  # memory of this forward
+        self._num_calls = 0
+        self._call: int | None = None
+
+    def enter(self, *given: object) -> None:
+        """Take note that a target, or a module between targets, is called.
+
+        Args:
+            given: what it is handed.
+        """
+        self._num_calls += 1
+        self._call = self._num_calls
+        self.take(given)
+
+    def take(self, given: object) -> None:
+        """Count tensors as those of this forward.
+
+        Args:
+            given: holds them.
+        """
+        with torch._C.DisableTorchFunction():  # to ask for memory is no call of the forward
+            self._born |= {_memory(item) for item in _tensors(given)}
+
+    def leave(self, output: object) -> None:
+        """Take note of what it gives back, which goes the visible way.
+
+        Args:
+            output: of the call; None where it raised.
+        """
+        self._call = None
+        for item in _tensors(output):
+            self._made.pop(id(item), None)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a torch call, and look at it.
+
+        Args:
+            func: torch function.
+            args: its arguments.
+            kwargs: its named arguments.
+
+        Returns:
+            What it returns.
+        """
+        if self.first or torch._C._functorch.peek_interpreter_stack() is not None:  # the tensors of a vmap have no memory that one may see
+            return func(*args, **kwargs)
+        given = [*_tensors((args, kwargs))]
+        versions = [None if item.is_inference() else item._version for item in given]
+        result = func(*args, **kwargs)
+        for item, version in zip(given, versions, strict=True):
+            ref, call = self._made.get(id(item), (None, None))
+            if ref is not None and ref() is item and call != self._call:
+                self._say("uses a tensor that another module has left outside of arguments")
+            elif version is not None and item._version != version and _memory(item) not in self._born:
+                self._say("writes to a tensor that it was not handed and has not made")
+        known, ids = {_memory(item) for item in given}, {id(item) for item in given}
+        for item in _tensors(result):
+            if (memory := _memory(item)) not in known:
+                self._born.add(memory)
+            if self._call is not None and id(item) not in ids:
+                self._made[id(item)] = weakref.ref(item), self._call
+        return result
+
+    def _say(self, what: str) -> None:
+        frame = next((frame for frame in _outwards(sys._getframe(1)) if _package(frame) not in _SILENT), None)
+        self.first = f"{'the forward' if frame is None else f'{short_file(frame.f_code.co_filename)}:{frame.f_lineno}'} {what}"
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Identify the memory of a tensor; where it has none of its own, the tensor."""
+    return tensor.untyped_storage()._cdata if has_memory(tensor) else id(tensor)
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -238,7 +238,7 @@ class GraphEngine:
         programs = [variant.program for variant in dict.fromkeys(chosen)]
         reads = next((program.reads for program in programs if program.reads), "")
         if reads:
-            return f"{reads} reads a Python value off the data"
+            return reads
         catches = catching(code for program in programs for code in program.busy)
         return f"{catches} catches exceptions around layers" if catches else ""
 

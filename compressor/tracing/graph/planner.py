@@ -71,7 +71,8 @@ def record(
         outside.restore()
         reads.forget()
     program = build_program(model, recorder, encoded, signature_of(batch), groups, reassigned)
-    program.reads, program.readers = reads.first, frozenset(reads.places)
+    program.reads = reads.first or recorder.carried.first or recorder.side_effects.shared
+    program.readers = frozenset(reads.places)
     return program
 
 

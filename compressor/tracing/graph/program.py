@@ -80,7 +80,7 @@ class Program:
         calls: calls of modules: name, target around it or None, and the segment in which it lies.
         busy: code of functions that call targets.
         reassigned: dotted names of attributes that the forward sets.
-        reads: where a node's own code reads a Python value off the data that it may hand on unseen; empty where none does.
+        reads: what a node's own code may hand on unseen: a Python value that it reads off the data, or a tensor; empty where nothing.
         readers: dotted names of all modules that do so.
         calls_seen: calls of modules: name, target around it or None, and the number of the node before which it began.
         order: number of each node when it was recorded.

@@ -1,0 +1,118 @@
+"""A tensor that passes from layer to layer past the arguments, the same in all batches but one: refused before any stage.
+
+A few batches would prove nothing, and Python reads no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compressor.errors import TracingError
+from compressor.pipelines.offload.activation_store import ActivationStore
+from compressor.tracing import Engine, trace
+
+WIDTH = 4
+BUS: dict[str, Tensor] = {}
+FLOOR = 8.0
+
+
+def largest(x: Tensor, so_far: Tensor) -> Tensor:
+    return torch.maximum(so_far, x.abs().max())
+
+
+def carried(layer: Any, x: Tensor) -> Tensor:
+    """What the layer before cut off is taken away; a new tensor in a global."""
+    y = x - 2 * BUS.get("over", torch.zeros(()))
+    BUS["over"] = torch.relu(y - FLOOR)
+    return y
+
+
+def in_attribute(layer: Any, x: Tensor) -> Tensor:
+    return x / layer.held.copy_(largest(x, layer.held))
+
+
+def in_list(layer: Any, x: Tensor) -> Tensor:
+    return x / layer.several[0].copy_(largest(x, layer.several[0]))
+
+
+def in_view(layer: Any, x: Tensor) -> Tensor:
+    part = layer.several[0].view(1)
+    return x / part.copy_(largest(x, part))
+
+
+def in_buffer(layer: Any, x: Tensor) -> Tensor:
+    return x / layer.kept.copy_(largest(x, layer.kept))
+
+
+def as_it_is(layer: Any, x: Tensor) -> Tensor:
+    """Memory of its own, written to in place, is nobody else's."""
+    y = x + 1
+    return y.mul_(2).add_(torch.zeros_like(y).copy_(x.topk(1).values))
+
+
+class Layer(nn.Module):
+    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.way = nn.Linear(WIDTH, WIDTH), way
+        self.held, self.several = torch.tensor(FLOOR), [torch.tensor(FLOOR)]
+        self.register_buffer("kept", torch.tensor(FLOOR))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x) + torch.tanh(self.lin(x))
+
+
+class Model(nn.Module):
+    def __init__(self, way: Callable[[Any, Tensor], Tensor], around: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(as_it_is if around else way) for _ in range(3))
+        self.way = way if around else None
+        self.held, self.several = torch.tensor(FLOOR), [torch.tensor(FLOOR)]
+        self.register_buffer("kept", torch.tensor(FLOOR))
+
+    def forward(self, x: Tensor) -> Tensor:
+        BUS.clear()
+        for layer in self.layers:
+            x = layer(x if self.way is None else self.way(self, x))
+        return x
+
+
+def batches() -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    return [(0.1 * torch.randn(2, WIDTH, generator=generator) * size,) for size in (1, 1, 1, 1, 500, 1)]
+
+
+def run(model: nn.Module, targets: list[str], engine: Engine) -> Any:
+    given = batches()
+    plan = trace(model.eval(), given[:1], targets, engine=engine)
+    with ActivationStore(torch.device("cpu"), 1 << 20) as store, plan.run(given, store if plan.engine == "graph" else None) as running:
+        for stage in running:
+            stage.calibrate()
+            stage.propagate()
+    return plan
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend", "auto"])
+@pytest.mark.parametrize(
+    ("way", "targets"),
+    [(carried, "Layer"), *((way, targets) for way in (in_attribute, in_list, in_view, in_buffer) for targets in ("Layer", "Linear"))],
+)
+def test_a_tensor_that_is_another_in_one_batch_is_refused(way: Any, targets: str, engine: Engine) -> None:
+    with pytest.raises(TracingError):
+        run(Model(way, around=False), [targets], engine)
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_the_code_between_layers_is_looked_at_too(engine: Engine) -> None:
+    with pytest.raises(TracingError):
+        run(Model(in_attribute, around=True), ["Layer"], engine)
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_memory_of_its_own_costs_no_wider_proof(engine: Engine) -> None:
+    assert "all batches" not in run(Model(as_it_is, around=False), ["Layer"], engine).report()
