@@ -284,7 +284,7 @@ class CarriedTensors:
         """Take note that a target, or a module between targets, is called.
 
         Args:
-            given: what it is handed.
+            *given: what it is handed.
         """
         self._num_calls += 1
         self._call = self._num_calls

@@ -25,6 +25,7 @@ _KEEPS_AXES = frozenset(
         *("Pad", "Trilu", "ScatterElements", "ScatterND", "TopK", "Softmax", "QLinearSoftmax", "BiasSoftmax"),
     }
 )
+_BROADCASTS = frozenset(("MatMul", "Add", "Sub", "Mul", "Div", "Where", "Cast", "Identity", "Neg", "Sqrt", "Tanh", "Softmax"))
 _FLATTENING_OPSET = 12
 """Up to this opset a Softmax runs over all axes from its own one on."""
 
@@ -44,6 +45,7 @@ class ScoreAxes:
         self._constants, self._shapes, self._carries = constants, shapes, carries
         self._opset = constants.view.model.opset_imports.get("", _FLATTENING_OPSET + 1)
         self._known: dict[ir.Value, Axes | None] = {scores.outputs[0]: _free_axes(scores)}
+        self._ranks: dict[ir.Value, int | None] = {}
 
     def key(self, softmax: ir.Node) -> int | None:
         """Which factor of the scores a softmax runs over.
@@ -55,7 +57,7 @@ class ScoreAxes:
             0 or 1; None where the axis cannot be followed.
         """
         axes = self._of(softmax.inputs[0])
-        rank = self._shapes.rank(softmax.outputs[0])
+        rank = self._rank(softmax.inputs[0])
         axis = softmax.attributes["axis"].as_int() if "axis" in softmax.attributes else (-1 if self._opset > _FLATTENING_OPSET else 1)
         flattens = softmax.op_type == "BiasSoftmax" or self._opset <= _FLATTENING_OPSET
         if axis >= 0 and rank is None:
@@ -100,6 +102,28 @@ class ScoreAxes:
         move = _MOVES.get(node.op_type)
         return None if move is None else move(self, node, axes)
 
+    def _rank(self, value: ir.Value | None) -> int | None:
+        """Number of axes: what is stated, else what the nodes before a value say; a graph of TorchScript states few shapes."""
+        if value is None:
+            return None
+        if value not in self._ranks:
+            node = value.producer()
+            stated = self._shapes.rank(value)
+            self._ranks[value] = stated  # graphs have no cycles; this only bounds what is asked twice
+            self._ranks[value] = self._made_rank(node) if stated is None and node is not None else stated
+        return self._ranks[value]
+
+    def _made_rank(self, node: ir.Node) -> int | None:
+        if node.op_type == "Transpose" and "perm" in node.attributes:
+            return len(node.attributes["perm"].as_ints())
+        if node.op_type == "Einsum":
+            output = Equation.of(node).output
+            return None if "." in output else len(output)
+        if node.op_type not in _BROADCASTS:
+            return None
+        ranks = [self._rank(value) for value in node.inputs if value is not None]
+        return max((rank for rank in ranks if rank is not None), default=None) if None not in ranks else None
+
     def _transposed(self, node: ir.Node, axes: Axes) -> Axes | None:
         if "perm" not in node.attributes:
             return None
@@ -121,7 +145,7 @@ class ScoreAxes:
         return kept or None  # of scores in two axes, as old exporters write a softmax, the last one alone is still known
 
     def _unsqueezed(self, node: ir.Node, axes: Axes) -> Axes | None:
-        places = self._places(node, self._shapes.rank(node.outputs[0]))
+        places = self._places(node, self._rank(node.outputs[0]))
         rank = 0 - min([*axes, *(places or ())], default=0) + len(places or ())
         if places is None:
             return None
@@ -130,7 +154,7 @@ class ScoreAxes:
 
     def _squeezed(self, node: ir.Node, axes: Axes) -> Axes | None:
         value = node.inputs[0]
-        places = self._places(node, None if value is None else self._shapes.rank(value))
+        places = self._places(node, self._rank(value))
         if places is None:
             return None
         return {axis + sum(place > axis for place in places): factor for axis, factor in axes.items() if axis not in places}

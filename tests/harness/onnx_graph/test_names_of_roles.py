@@ -167,6 +167,26 @@ def test_packed_and_shared_projections_get_their_name(name: str) -> None:
         assert {roles[role][0].shape for role in "qkv"} == {(WIDTH, WIDTH)}
 
 
+def test_ranks_that_no_shape_states_are_read_off_the_nodes() -> None:
+    """A softmax over axis 2 of scores whose keys lie in the rows; heads are cut by a shape that the graph computes."""
+
+    def write(maker: Maker) -> None:
+        h = maker.norm("x", "h")
+        maker.op("NonZero", ["x"], "places")
+        sizes = maker.op("Gather", ["places", maker.constant("zero", 0)], "sizes", axis=0)
+        q, k, v = (
+            maker.op("Transpose", [maker.op("Reshape", [one, sizes], f"{one}_cut")], f"{one}_heads", perm=[0, 2, 1, 3])
+            for one in maker.three(h)
+        )
+        maker.op("MatMul", [k, maker.op("Transpose", [q], "qt", perm=[0, 1, 3, 2])], "scores")
+        maker.op("Softmax", ["scores"], "weights", axis=2)
+        maker.op("MatMul", [maker.op("Transpose", ["weights"], "turned", perm=[0, 1, 3, 2]), v], "y")
+
+    found, holding, _ = _made(write)
+    assert found.counts == {"SEPARATE": 1} and holding is Holding.HOLDS, found.text()
+    assert [found.blocks[0].projections[role][0].name for role in "qkv"] == ["q", "k", "v"]
+
+
 def test_a_batched_weight_is_read_as_the_matrix_that_it_is() -> None:
     for write in (_einsum, _heads):
         found, _, model = _made(write)
