@@ -11,7 +11,7 @@ import pytest
 
 from compressor.cli.main import main
 from compressor.entrypoints.oneshot import oneshot
-from compressor.errors import TargetError, TracingError
+from compressor.errors import TargetError, UserInputError
 
 GPTQ = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W4A16, ignore: [lm_head]}}}"
 
@@ -69,7 +69,7 @@ def test_leaves_and_variants_reach_the_tracer(flags: Flags, capsys: pytest.Captu
 def test_a_choice_that_would_do_nothing_is_refused(llama_dir: Path, tokens_file: Path, w4a16: dict[str, Any]) -> None:
     with pytest.raises(TargetError, match="verify: 'all' was given, but the basic pipeline traces nothing"):
         oneshot(llama_dir, recipe=w4a16, dataset=tokens_file, pipeline="basic", verify="all")
-    with pytest.raises(TracingError, match="engine: 'graphs' does not exist"):
+    with pytest.raises(UserInputError, match="engine: 'graphs' does not exist"):
         oneshot(llama_dir, recipe=w4a16, dataset=tokens_file, engine="graphs")  # type: ignore[arg-type]
 
 

@@ -35,7 +35,7 @@ def test_a_measurement_is_kept_and_one_that_is_worse_for_two_nights_fails(projec
     History(path).add("speed", [90.0], environment=current_environment(), night="2999-01-01", better="higher")
     found = project.run("--harness-history=nights/history.sqlite", "--junit-xml=report.xml")
     found.assert_outcomes(failed=1)
-    found.stdout.fnmatch_lines(["*speed: worse by 11.2*if it is meant: harness nightly accept speed*--reason*"])
+    found.stdout.fnmatch_lines(["*speed: worse by 10.1*if it is meant: harness nightly accept speed*--reason*"])
     assert "harness.nightly" in (project.path / "report.xml").read_text()
 
 
