@@ -349,10 +349,12 @@ class Recorder(TorchDispatchMode):
 
     def _outputs(self, func: Any, result: Any, place: str) -> list[Tensor]:
         leaves = [leaf for leaf in tree_leaves(result) if leaf is not None]
-        if any(not isinstance(leaf, Tensor) for leaf in leaves):
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        # Sizes, as attention on a GPU returns its longest sequence, follow from shapes, which are the same in every replay.
+        if len(leaves) - len(tensors) > _returned_sizes(func):
             raise HostReadError(f"{place} returned values to the host, which would be frozen; keep them tensors")
-        _refuse_layout(leaves, place)
-        return leaves
+        _refuse_layout(tensors, place)
+        return tensors
 
     def _name(self, tensor: Tensor, made: bool) -> str:
         storage = tensor.untyped_storage()
@@ -402,6 +404,11 @@ def _kind(func: Any, outs: Sequence[Tensor], fresh: Sequence[bool]) -> Kind:
 
 def _has_mask(given: Sequence[Any]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in given)
+
+
+def _returned_sizes(func: Any) -> int:
+    """Count the results of an operator that are sizes by its schema, whose text alone still tells them from other integers."""
+    return str(func._schema).rpartition("->")[2].count("SymInt")
 
 
 def _refuse_layout(tensors: Sequence[Any], place: str) -> None:

@@ -166,14 +166,13 @@ class CudaGraphEngine:
             ReplayError: the step cannot be captured; the engine can go on.
         """
         graph = _new_graph(generators)
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
 
         def watched() -> Tensor:
             with recorder:
                 return run()
 
         with _collector_off(), _workspaces_of_its_own(), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            _forget_dead_pools()
             loss = run_captured(
                 partial(graph.capture_begin, pool=self._pool, capture_error_mode=_ERROR_MODE),
                 watched,
@@ -279,6 +278,13 @@ def _collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _forget_dead_pools() -> None:
+    """Let both allocators drop a pool whose graphs are all gone, since no capture may begin in one that they still remember."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
 
 
 @contextmanager
