@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from compressor.training.guards.frozen_value import MAX_ARRAY_BYTES, Same, frozen, is_foreign
 from compressor.training.guards.python_state import once_a_look, one_look, other_modules, variables
-from compressor.training.guards.reach import BOOKS
+from compressor.training.guards.reach import BOOKS, TORCH_S_OWN
 from compressor.training.step.step import TrainStep
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -236,6 +236,8 @@ def _visit(value: object, name: str, depth: int, found: dict[int, Container]) ->
     if isinstance(value, tuple):
         for number, item in enumerate(value[:_MAX_ITEMS]):
             _visit(item, f"{name}[{number}]", depth - 1, found)
+        return
+    if type(value).__module__.startswith(TORCH_S_OWN):
         return
     content = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
     if not isinstance(content, _CONTAINERS) or id(content) in found:

@@ -37,7 +37,8 @@ _OF_AUTOGRAD = frozenset({"forward", "setup_context", "backward", "vjp", "jvp", 
 _OF_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
 _ASIDE = _OF_MAKING | {"__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, MappingProxyType)
-_INNER = "torch._"  # books that torch keeps for itself, as the context of a compiled module: they change without a change of the step
+# Books that torch keeps for itself, as the context of a compiled module or an operator: they change without a change of the step.
+TORCH_S_OWN = "torch._"
 _OPAQUE = (Tensor, torch.Generator, Optimizer, logging.Logger, torch.dtype, torch.device)
 # What a class shows as it holds it; anything else may give another object whenever it is asked.
 _STEADY = (FunctionType, property)
@@ -209,7 +210,7 @@ class Walk:
     def _within(self, value: object, name: str, depth: int) -> Found:
         """Note what a value is or holds: functions, modules, classes and objects, those in containers too."""
         kind = type(value)
-        if kind in PLAIN or isinstance(value, _OPAQUE) or kind.__module__.startswith(_INNER) or depth < 0:
+        if kind in PLAIN or isinstance(value, _OPAQUE) or kind.__module__.startswith(TORCH_S_OWN) or depth < 0:
             return
         if isinstance(value, FunctionType | MethodType | partial):
             self._waiting.append((value, str(getattr(value, "__qualname__", name))))

@@ -592,19 +592,21 @@ def test_functions_of_torch_compile_are_compiled_as_before(mlp_trainer, batches,
             assert len(compiled) == known + 1, "torch.compile has given the function up"
 
 
+_SIZES = torch.library.Library("sizes_of_tests", "DEF")
+for _name, _kind in (("longest", "SymInt"), ("counted", "int")):
+    _SIZES.define(f"{_name}(Tensor x) -> (Tensor, {_kind})")
+    _SIZES.impl(_name, lambda x: (x * 2, x.shape[0]), "CPU")
+_LONGEST, _COUNTED = torch.ops.sizes_of_tests.longest.default, torch.ops.sizes_of_tests.counted.default
+
+
 def test_sizes_that_an_operator_returns_beside_its_tensors_are_no_values_of_the_host(mlp_trainer, batches):
     """As attention on a GPU does; other integers that come to the host are refused all the same."""
-    library = torch.library.Library("sizes_of_tests", "DEF")
-    for name, kind in (("longest", "SymInt"), ("counted", "int")):
-        library.define(f"{name}(Tensor x) -> (Tensor, {kind})")
-        library.impl(name, lambda x: (x * 2, x.shape[0]), "CPU")
-    longest, counted = torch.ops.sizes_of_tests.longest.default, torch.ops.sizes_of_tests.counted.default
     losses = {}
     for mode in ("eager", "capture", "replay"):
-        trainer = mlp_trainer(Hazard(lambda module, h: h + longest(h.detach())[0]), mode=mode)
+        trainer = mlp_trainer(Hazard(lambda module, h: h + _LONGEST(h.detach())[0]), mode=mode)
         losses[mode] = [trainer.train_step(batches(number)).item() for number in range(6)]
     assert losses["eager"] == losses["capture"] == losses["replay"]
-    trainer = mlp_trainer(Hazard(lambda module, h: h + counted(h.detach())[0]))
+    trainer = mlp_trainer(Hazard(lambda module, h: h + _COUNTED(h.detach())[0]))
     with pytest.raises(HostReadError, match=r"counted\.default returned values to the host"):
         for number in range(4):
             trainer.train_step(batches(number))
