@@ -166,8 +166,9 @@ def test_the_proof_sees_the_values_of_sparse_tensors() -> None:
         trace(Model(adjacency=first_kept).eval(), batches(), engine="suspend")
 
 
-def test_digests_depend_on_values_and_indices() -> None:
-    near = band(4)
+@pytest.mark.parametrize("copies", [1, 16], ids=["hashed", "summed"])
+def test_digests_depend_on_values_and_indices(copies: int) -> None:
+    near = torch.block_diag(*[band(4)] * copies)
     other = near.clone()
     other[0, 0] = 2
     for dress in (lambda x: x, lambda x: x.to_sparse(), lambda x: x.to_sparse_csr(), lambda x: x.to_sparse_csc(), lambda x: x.to_mkldnn()):
