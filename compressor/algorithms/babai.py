@@ -8,7 +8,8 @@ The loop has two forms of the same arithmetic (Frantar et al. 2022, arXiv:2210.1
 * reference form. Cholesky, inverse, Cholesky, then the column loop of the paper with its trailing update.
 
 The working set is transposed ([C, R]) and its columns lie in the order in which they are rounded, so that a column of W is contiguous in
-memory. On a CPU with a C compiler at hand the columns of a block are rounded by `rounding.c`, which does the same several times faster.
+memory. On a CPU with a C compiler at hand the columns of a block are rounded by `rounding.c`, which does the same several times faster,
+and on CUDA with Triton at hand by `rounding_triton`.
 
 Shapes: R rows (out features), C columns (in features), G groups, B columns of one block, S columns of one group, P candidates.
 """
@@ -16,6 +17,7 @@ Shapes: R rows (out features), C columns (in features), G groups, B columns of o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,8 +61,11 @@ class GridColumns:
         self._zero_GR = None if grid.zero_RG is None else grid.zero_RG.t().to(self._scale_GR.dtype).contiguous()
         self.zero32_GR = None if self._zero_GR is None else self._zero_GR.float()
         self.group_C = grid.group_C.index_select(0, order_C.to(grid.group_C.device))
-        self._group = self.group_C.tolist()
         self.gone_CR = None if grid.gone_RC is None else grid.gone_RC.t().index_select(0, order_C.to(grid.gone_RC.device))
+
+    @cached_property
+    def _group(self) -> list[int]:
+        return self.group_C.tolist()  # waits for the device, where no kernel reads the tensor itself
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,8 +174,8 @@ def solve_r_form(E_CR: Tensor, factor: Factor, columns: GridColumns, block_size:
 
 
 def _kernel_for(grid: Grid, device: torch.device) -> RoundingKernel | None:
-    is_known = grid.args.type == "int" and grid.scale_RG.dtype in SCALE_DTYPES
-    return rounding_kernel() if is_known and device.type == "cpu" else None
+    kernel = rounding_kernel(device) if grid.scale_RG.dtype in SCALE_DTYPES else None
+    return kernel if kernel is not None and grid.args.type in kernel.number_types else None
 
 
 def _round_block(T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, columns: GridColumns, first: int, codes_BR: Tensor) -> None:

@@ -16,13 +16,16 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from compressor.numerics.scheme import QuantizationArgs
 
 SWITCH = "COMPRESSOR_KERNEL"
 _SOURCE = Path(__file__).with_name("rounding.c")
@@ -37,6 +40,7 @@ _BUILD_SECONDS = 60
 class Columns(Protocol):
     """What the kernel reads of the columns of a grid: [G, R] each, and bool [C, R] of weights that are to be zero."""
 
+    args: QuantizationArgs
     low: float
     high: float
     scale32_GR: Tensor
@@ -49,8 +53,11 @@ class Columns(Protocol):
         """Of the stored scales."""
 
 
-class RoundingKernel:
+class CompiledKernel:
     """Rounds the columns of one block, or tries scales on the columns of every group; integers on a CPU."""
+
+    name = "compiled"
+    number_types = ("int",)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Take the functions out of a library."""
@@ -130,20 +137,63 @@ def _in_parts(run: Callable[[int, int], int], rows: int, work: int) -> None:
         raise MemoryError("no memory for the errors of one block of columns")
 
 
-@functools.cache
-def rounding_kernel() -> RoundingKernel | None:
-    """Return the kernel, built if need be.
+class RoundingKernel(Protocol):
+    """What rounds columns in place of torch: `CompiledKernel` or `TritonKernel`, which say what their methods take."""
+
+    @property
+    def name(self) -> str:
+        """As the record of a run names it."""
+
+    @property
+    def number_types(self) -> Sequence[str]:
+        """The formats that it knows."""
+
+    def round_block(
+        self, T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, diag_B: Tensor, columns: Columns, first: int, codes_BR: Tensor, loss_R: Tensor
+    ) -> None:
+        """Round the columns of one block."""
+
+    def search(self, work_CR: Tensor, C_CC: Tensor, diag_C: Tensor, columns: Columns, multiples_P: Tensor) -> Tensor:
+        """Choose the scales of groups."""
+
+
+def rounding_kernel(device: torch.device | str) -> RoundingKernel | None:
+    """Return the kernel for a device, built if need be.
+
+    Args:
+        device: where weights are rounded.
 
     Returns:
-        None where COMPRESSOR_KERNEL=off, or where it cannot be built here.
+        None where COMPRESSOR_KERNEL=off, on devices for which there is none, or where it cannot be built here.
     """
-    compiler = None if os.environ.get(SWITCH) == "off" else shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    make = None if os.environ.get(SWITCH) == "off" else _KERNELS.get(torch.device(device).type)
+    return None if make is None else make()
+
+
+@functools.cache
+def _compiled_kernel() -> RoundingKernel | None:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
     try:
-        return RoundingKernel(ctypes.CDLL(str(_built(compiler))))
+        return CompiledKernel(ctypes.CDLL(str(_built(compiler))))
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
         return None
+
+
+@functools.cache
+def _triton_kernel() -> RoundingKernel | None:
+    try:
+        from compressor.algorithms.rounding_triton import CANNOT_LAUNCH, TritonKernel  # needs triton, which not every torch brings
+    except ImportError:
+        return None
+    try:
+        return TritonKernel()
+    except CANNOT_LAUNCH:
+        return None
+
+
+_KERNELS: Mapping[str, Callable[[], RoundingKernel | None]] = MappingProxyType({"cpu": _compiled_kernel, "cuda": _triton_kernel})
 
 
 def _built(compiler: str) -> Path:

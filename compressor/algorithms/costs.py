@@ -96,7 +96,7 @@ def gptq_cost(
     solving = stacked + work + max(3 * square, left * square + codes + block)
     # The damped Hessian and its factor; of one group its columns, its part of the factor and a copy of that; and, where they are not
     # compiled, three float32 arrays and one of codes that hold every candidate.
-    held = FLOAT32_BYTES + (NUM_CANDIDATES * (3 * FLOAT32_BYTES + 1) if rounding_kernel() is None else 0)
+    held = FLOAT32_BYTES + (NUM_CANDIDATES * (3 * FLOAT32_BYTES + 1) if rounding_kernel("cpu") is None else 0)
     searching = stacked + work + 2 * square + group * num_rows * held + 2 * FLOAT32_BYTES * group**2 if searched else 0
     # H + lambda I and its factor; the weights in float32, and as often again on the way to the shifted ones.
     shifting = stacked + 2 * square + (3 + (element_bytes < FLOAT32_BYTES)) * work if has_base_stream else 0

@@ -24,7 +24,7 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_MAX = FP4_VALUES[-1]
 
 # Of floats by their bits: the exponents of the smallest normal and of the largest code, and the bits of the significand behind the point.
-_FLOATS = {4: (0, 2, 1), 8: (-6, 8, 3)}
+FLOAT_LAYOUTS = {4: (0, 2, 1), 8: (-6, 8, 3)}
 
 
 def code_range(number_type: NumberType, num_bits: int) -> tuple[float, float]:
@@ -55,7 +55,7 @@ def last_step(number_type: NumberType, num_bits: int) -> float:
     """
     if number_type == "int":
         return 1.0
-    _, largest, num_fraction_bits = _FLOATS[num_bits]
+    _, largest, num_fraction_bits = FLOAT_LAYOUTS[num_bits]
     return 2.0 ** (largest - num_fraction_bits)
 
 
@@ -72,7 +72,7 @@ def local_steps(values: Tensor, number_type: NumberType, num_bits: int) -> Tenso
     """
     if number_type == "int":
         return 1.0
-    smallest, largest, num_fraction_bits = _FLOATS[num_bits]
+    smallest, largest, num_fraction_bits = FLOAT_LAYOUTS[num_bits]
     exponent = torch.frexp(values).exponent - 1  # of a significand from one to two
     return torch.ldexp(torch.ones_like(values), exponent.clamp_(smallest, largest) - num_fraction_bits)
 
@@ -191,9 +191,9 @@ def mx_scale(max_abs: Tensor, num_bits: int) -> Tensor:
     Raises:
         SchemeError: a dtype or a width that has no MX scale.
     """
-    if max_abs.dtype not in _FLOAT_LAYOUT or num_bits not in _FLOATS:
+    if max_abs.dtype not in _FLOAT_LAYOUT or num_bits not in FLOAT_LAYOUTS:
         raise SchemeError(f"MX scales: {max_abs.dtype} with num_bits={num_bits} has none; give floats, and 4 or 8 bits")
-    exponent = torch.floor(torch.log2(_round_to_power_of_two(max_abs))) + _BIAS - _FLOATS[num_bits][1]
+    exponent = torch.floor(torch.log2(_round_to_power_of_two(max_abs))) + _BIAS - FLOAT_LAYOUTS[num_bits][1]
     return (2.0 ** (exponent.clamp(0, 255).float() - _BIAS)).to(max_abs.dtype)
 
 

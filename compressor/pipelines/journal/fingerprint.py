@@ -228,11 +228,12 @@ def machine(device: torch.device) -> dict[str, Any]:
     Returns:
         JSON types.
     """
+    kernel = rounding_kernel(device)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "kernel": "torch" if device.type != "cpu" or rounding_kernel() is None else "compiled",
+        "kernel": "torch" if kernel is None else kernel.name,
         "half_products": "float32" if device.type == "cpu" and slow_dtypes() else "native",
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "environment": {name: os.environ[name] for name in _DECIDES_SUMS if name in os.environ},

@@ -20,7 +20,7 @@ SIZE = 32
 
 @pytest.fixture
 def kernel() -> RoundingKernel:
-    found = rounding_kernel()
+    found = rounding_kernel("cpu")
     if found is None:
         pytest.skip("no C compiler is at hand, or COMPRESSOR_KERNEL=off")
     return found
@@ -43,7 +43,7 @@ def both(monkeypatch: pytest.MonkeyPatch, rows: int, args: QuantizationArgs, dty
     results = []
     for off in (False, True):
         if off:
-            monkeypatch.setattr(babai, "rounding_kernel", lambda: None)
+            monkeypatch.setattr(babai, "rounding_kernel", lambda device: None)
         work = weight.t()[order].float().contiguous()
         scales = search_scales(work, factor, grid, order)
         codes, loss = solve_r_form(work, factor, GridColumns(grid, order), 40)
@@ -97,7 +97,7 @@ def test_floats_wide_scales_and_other_devices_stay_with_torch() -> None:
     assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, fp8), torch.device("cpu")) is None
     assert babai._kernel_for(Grid(torch.ones(2, 1).double(), None, group, int4), torch.device("cpu")) is None
     assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("meta")) is None
-    assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("cpu")) is rounding_kernel()
+    assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("cpu")) is rounding_kernel("cpu")
 
 
 def test_a_view_is_refused(kernel: RoundingKernel) -> None:
@@ -108,7 +108,7 @@ def test_a_view_is_refused(kernel: RoundingKernel) -> None:
         kernel.search(torch.ones(8, SIZE).t(), torch.eye(SIZE), torch.ones(SIZE), columns, torch.ones(3))
 
 
-ASK = "from compressor.algorithms.compiled import rounding_kernel; print(rounding_kernel() is None)"
+ASK = "from compressor.algorithms.compiled import rounding_kernel; print(rounding_kernel('cpu') is None)"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ SCALE_MUTANTS: tuple[Mutant, ...] = (
     bug("mx_rounds_at_the_middle", "scales", "MX scales round up from 1.5 times a power of two on", _RULE,
         Edit(_MX + "_round_to_power_of_two", "(significand_bits - 2)", "(significand_bits - 1)")),
     bug("mx_one_exponent_up", "scales", "MX scales of fp4 are twice as wide", _RULE,
-        Table(_MX + "_FLOATS", lambda right: {**right, 4: (0, 1, 1)})),
+        Table(_MX + "FLOAT_LAYOUTS", lambda right: {**right, 4: (0, 1, 1)})),
     bug("groups_shifted_by_one", "scales", "the range of a group is taken from columns one to the left", _RULE,
         Edit(_OBSERVERS + "_as_groups", "weight.reshape(-1, args.group_size)", "weight.roll(1, -1).reshape(-1, args.group_size)")),
     bug("groups_down_the_rows", "scales", "groups are runs of rows in place of columns", _RULE,
