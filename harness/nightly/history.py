@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from datetime import UTC, date, datetime
@@ -229,10 +229,10 @@ class History:
             The rows.
         """
         query = (
-            f"SELECT {_CELL} FROM cells JOIN environments ON environment = environments.id WHERE ?1 IS NULL OR night = ?1 "
+            f"SELECT {_CELL} FROM cells JOIN environments ON environment = environments.id WHERE :night IS NULL OR night = :night "
             "ORDER BY made, cells.id"
         )
-        return [CellRow(*row) for row in self._read(query, (night,))]
+        return [CellRow(*row) for row in self._read(query, {"night": night})]
 
     def acceptances(self, metric: str) -> list[Acceptance]:
         """Return what was accepted of a metric, in the order in which it was."""
@@ -350,7 +350,7 @@ class History:
             (night, *rest, made, digest),
         )
 
-    def _read(self, query: str, values: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    def _read(self, query: str, values: tuple[Any, ...] | Mapping[str, Any] = ()) -> list[tuple[Any, ...]]:
         if not self.path.exists():
             return []
         with self._open() as database:

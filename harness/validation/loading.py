@@ -58,9 +58,18 @@ def load_compressed(folder: Path, *, dequantize: bool = False, dtype: str = "aut
                 return LoadAttempt(None, problems)
             model.eval()
             model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+            _let_move(model)
     except LOADER_ERRORS as error:
         return LoadAttempt(None, [first_line(error)])
     return LoadAttempt(model, problems)
+
+
+def _let_move(model: torch.nn.Module) -> None:
+    """Take away what compressed-tensors puts around weights that it decompresses: it would hold them where they are, on the CPU."""
+    from compressed_tensors.offload.module import remove_module_offload
+
+    for module in model.modules():
+        remove_module_offload(module, onload_tensors=True)
 
 
 def save_again(folder: Path, target: Path) -> None:

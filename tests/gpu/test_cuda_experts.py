@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig
 
 from compressor import load_compressed, oneshot
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
@@ -21,8 +21,10 @@ def _mixtral(device: torch.device) -> nn.Module:
     sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_local_experts": 4}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: nn.Module = MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
-    return model.bfloat16().eval().to(device)
+        # Not .bfloat16(), which would round the rotary frequencies too, as no loader does.
+        config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, dtype=torch.bfloat16)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model.eval().to(device)
 
 
 @torch.no_grad()

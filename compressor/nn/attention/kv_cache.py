@@ -409,8 +409,10 @@ class CodesLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all tokens."""
+        # Before 5.23 transformers fills them with zeros, behind which the next tokens would be put.
+        self.keys = self.values = None  # type: ignore[assignment]
+        self.is_initialized, self._scales = False, {}
         super().reset()
-        self._scales = {}
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams, scales too."""

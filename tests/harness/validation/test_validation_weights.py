@@ -119,6 +119,11 @@ def test_a_flipped_code_between_file_and_memory_is_caught(workspace, pristine, c
     assert record.findings == (f"{MODULE}: 1 of 6144 weights differ",)
 
 
+def test_a_loaded_checkpoint_goes_where_it_is_sent(pristine):
+    loaded = load_compressed(pristine()).model.to("meta")
+    assert {tensor.device.type for tensor in (*loaded.parameters(), *loaded.buffers())} == {"meta"}
+
+
 @pytest.mark.parametrize("name", ["weight of another dtype", "one bit of one weight", "no weight"])
 def test_a_loaded_weight_that_is_not_in_the_file_is_caught(workspace, pristine, name):
     loaded = load_compressed(pristine()).model
