@@ -1,9 +1,10 @@
-"""The compiled form of the column loop: `rounding.c`, built by the machine's C compiler when it is first needed.
+"""The compiled forms of the column loop: on a CPU `rounding.c`, built by the machine's C compiler when it is first needed; on CUDA
+`rounding_triton`.
 
-It is optional. Where no compiler is at hand, where building fails, or with COMPRESSOR_KERNEL=off, the same arithmetic runs in torch; the
-record of a run says which. The two round sums in another order, so their codes agree but for the few that lie on the edge between two.
+They are optional. Where there is no compiler or no triton, where building fails, or with COMPRESSOR_KERNEL=off, the same arithmetic runs in
+torch; the record of a run says which. They sum in another order, so their codes agree but for the few that lie on the edge between two.
 
-What was built is kept in the user's cache folder, under a name that holds the hash of the source and of what the
+What was built of the C kernel is kept in the user's cache folder, under a name that holds the hash of the source and of what the
 compiler says of itself and of the processor.
 """
 
