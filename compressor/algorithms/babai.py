@@ -16,17 +16,19 @@ Shapes: R rows (out features), C columns (in features), G groups, B columns of o
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
-from compressor.algorithms.compiled import SCALE_DTYPES, RoundingKernel, rounding_kernel
+from compressor.algorithms.compiled import SCALE_DTYPES, RoundingKernel, compiled_kernel
 from compressor.errors import NumericsError
 from compressor.numerics.formats import rounding
 from compressor.numerics.scheme import QuantizationArgs
 
+SWITCH = "COMPRESSOR_KERNEL"
 SUB_BLOCK = 16  # columns that are updated one by one before the next small matrix product
 
 
@@ -171,6 +173,32 @@ def solve_r_form(E_CR: Tensor, factor: Factor, columns: GridColumns, block_size:
         _round_block(T_BR, E_CR[run], C_BB, columns, start, codes_CR[run])
         loss_R += (T_BR * factor.diag_C[run, None]).square_().sum(0)
     return codes_CR, loss_R.mul_(0.5)
+
+
+def rounding_kernel(device: torch.device | str) -> RoundingKernel | None:
+    """Return what rounds columns in place of torch, built if need be.
+
+    Args:
+        device: where the weights are.
+
+    Returns:
+        None where COMPRESSOR_KERNEL=off, on devices for which there is none, or where it cannot be built.
+    """
+    kinds = {"cpu": compiled_kernel, "cuda": _triton_kernel}
+    kind = torch.device(device).type
+    return kinds[kind]() if kind in kinds and os.environ.get(SWITCH) != "off" else None
+
+
+@cache
+def _triton_kernel() -> RoundingKernel | None:
+    try:
+        from compressor.algorithms.rounding_triton import CANNOT_LAUNCH, TritonKernel
+    except ImportError:  # of triton, which not every torch brings
+        return None
+    try:
+        return TritonKernel()
+    except CANNOT_LAUNCH:
+        return None
 
 
 def _kernel_for(grid: Grid, device: torch.device) -> RoundingKernel | None:

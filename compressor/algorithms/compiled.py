@@ -1,10 +1,9 @@
-"""The compiled forms of the column loop: on a CPU `rounding.c`, built by the machine's C compiler when it is first needed; on CUDA
-`rounding_triton`.
+"""The compiled form of the column loop: `rounding.c`, built by the machine's C compiler when it is first needed.
 
-They are optional. Where there is no compiler or no triton, where building fails, or with COMPRESSOR_KERNEL=off, the same arithmetic runs in
-torch; the record of a run says which. They sum in another order, so their codes agree but for the few that lie on the edge between two.
+It is optional. Where no compiler is at hand, where building fails, or with COMPRESSOR_KERNEL=off, the same arithmetic runs in torch; the
+record of a run says which. The two round sums in another order, so their codes agree but for the few that lie on the edge between two.
 
-What was built of the C kernel is kept in the user's cache folder, under a name that holds the hash of the source and of what the
+What was built is kept in the user's cache folder, under a name that holds the hash of the source and of what the
 compiler says of itself and of the processor.
 """
 
@@ -17,10 +16,9 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -28,7 +26,6 @@ from torch import Tensor
 
 from compressor.numerics.scheme import QuantizationArgs
 
-SWITCH = "COMPRESSOR_KERNEL"
 _SOURCE = Path(__file__).with_name("rounding.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 SCALE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -158,21 +155,13 @@ class RoundingKernel(Protocol):
         """Choose the scales of groups."""
 
 
-def rounding_kernel(device: torch.device | str) -> RoundingKernel | None:
-    """Return the kernel for a device, built if need be.
-
-    Args:
-        device: where weights are rounded.
+@functools.cache
+def compiled_kernel() -> RoundingKernel | None:
+    """Return the kernel, built if need be.
 
     Returns:
-        None where COMPRESSOR_KERNEL=off, on devices for which there is none, or where it cannot be built here.
+        None where it cannot be built here.
     """
-    make = None if os.environ.get(SWITCH) == "off" else _KERNELS.get(torch.device(device).type)
-    return None if make is None else make()
-
-
-@functools.cache
-def _compiled_kernel() -> RoundingKernel | None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return None
@@ -180,21 +169,6 @@ def _compiled_kernel() -> RoundingKernel | None:
         return CompiledKernel(ctypes.CDLL(str(_built(compiler))))
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError):
         return None
-
-
-@functools.cache
-def _triton_kernel() -> RoundingKernel | None:
-    try:
-        from compressor.algorithms.rounding_triton import CANNOT_LAUNCH, TritonKernel  # needs triton, which not every torch brings
-    except ImportError:
-        return None
-    try:
-        return TritonKernel()
-    except CANNOT_LAUNCH:
-        return None
-
-
-_KERNELS: Mapping[str, Callable[[], RoundingKernel | None]] = MappingProxyType({"cpu": _compiled_kernel, "cuda": _triton_kernel})
 
 
 def _built(compiler: str) -> Path:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from compressor.algorithms.babai import NUM_CANDIDATES, can_search
-from compressor.algorithms.compiled import rounding_kernel
+from compressor.algorithms.babai import NUM_CANDIDATES, can_search, rounding_kernel
 from compressor.algorithms.gptq import Solver
 from compressor.algorithms.hessian import panel_bytes
 from compressor.numerics.part_sums import most_sums

@@ -4,7 +4,7 @@ A program takes a tile of rows through all columns of one block and keeps their 
 launch where torch has ten for every column; the scales of all groups are searched in one. Rows are independent and sums lie in one order,
 so equal runs give equal bits. Products are not fused with sums: values are to be rounded as a loader rounds them.
 
-This module needs triton; `compiled` imports it where it is at hand. In kernels the names of arrays stand for pointers to them.
+This module needs triton; `babai` imports it where it is at hand. In kernels the names of arrays stand for pointers to them.
 """
 
 from __future__ import annotations

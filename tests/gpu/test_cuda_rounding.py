@@ -11,8 +11,8 @@ import torch
 
 from compressor import oneshot
 from compressor.algorithms import babai
-from compressor.algorithms.babai import Factor, Grid, GridColumns, can_search, search_scales, solve_r_form
-from compressor.algorithms.compiled import SWITCH, RoundingKernel, rounding_kernel
+from compressor.algorithms.babai import SWITCH, Factor, Grid, GridColumns, can_search, rounding_kernel, search_scales, solve_r_form
+from compressor.algorithms.compiled import RoundingKernel
 from compressor.numerics import QuantizationArgs, weight_qparams
 from compressor.numerics.formats import snap_
 

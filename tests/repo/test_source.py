@@ -7,6 +7,7 @@ import doctest
 import gc
 import graphlib
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -27,6 +28,9 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".sh",
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|farm|root|home/\w+|opt/\w+|Users/\w+|tmp/[a-z]\w*)" + "/")
 FOREIGN_FOLDERS = re.compile(r"\bshared" + r"/(design|lab|hooks)\b")
 PACKAGES = ("compressor", "harness")
+NEEDS = {
+    "compressor.algorithms.rounding_triton": "triton"
+}  # modules that are imported where a package is at hand that nobody has to install
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,7 +123,11 @@ def _modules() -> list[ModuleType]:
     names = [
         info.name for package in PACKAGES for info in pkgutil.walk_packages(importlib.import_module(package).__path__, prefix=f"{package}.")
     ]
-    return [importlib.import_module(name) for name in [*PACKAGES, *names]]
+    return [importlib.import_module(name) for name in [*PACKAGES, *names] if _is_here(NEEDS.get(name))]
+
+
+def _is_here(package: str | None) -> bool:
+    return package is None or importlib.util.find_spec(package) is not None
 
 
 def _public_things(module: ModuleType) -> Iterator[tuple[str, Any]]:

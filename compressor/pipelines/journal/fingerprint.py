@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 import compressor
-from compressor.algorithms.compiled import rounding_kernel
+from compressor.algorithms.babai import rounding_kernel
 from compressor.data import CalibrationData
 from compressor.data.collate import hash_batches
 from compressor.lifecycle import Report

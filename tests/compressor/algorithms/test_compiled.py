@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from compressor.algorithms import babai, compiled
-from compressor.algorithms.babai import Factor, Grid, GridColumns, search_scales, solve_r_form
-from compressor.algorithms.compiled import RoundingKernel, rounding_kernel
+from compressor.algorithms.babai import Factor, Grid, GridColumns, rounding_kernel, search_scales, solve_r_form
+from compressor.algorithms.compiled import RoundingKernel
 from compressor.numerics import QuantizationArgs, weight_qparams
 
 SIZE = 32
@@ -108,7 +108,7 @@ def test_a_view_is_refused(kernel: RoundingKernel) -> None:
         kernel.search(torch.ones(8, SIZE).t(), torch.eye(SIZE), torch.ones(SIZE), columns, torch.ones(3))
 
 
-ASK = "from compressor.algorithms.compiled import rounding_kernel; print(rounding_kernel('cpu') is None)"
+ASK = "from compressor.algorithms.babai import rounding_kernel; print(rounding_kernel('cpu') is None)"
 
 
 @pytest.mark.parametrize(
