@@ -10,6 +10,7 @@ Shapes: N tokens, C columns (in_features).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from compressor.numerics.part_sums import PartSum, check_mean_squares
 
 MAX_PANELS = 8
 MIN_PANEL_COLUMNS = 192
+_BFLOAT16_CAPABILITY = (8, 0)
 ERROR_ROWS = 128  # rows on which a relative error is measured; over all rows it would cost as much as a solve
 
 
@@ -43,12 +45,12 @@ class Hessian:
             x: [..., C], any float dtype; not modified.
             part: of the samples; parts come in their order.
         """
-        x_NC = x.reshape(-1, x.shape[-1]).float().detach()
+        x_NC = _factor(x)
         panels = self.panels.of_part(
             part, lambda: [self._zeros(stop - start, self.num_columns - start) for start, stop in _spans(self.num_columns)]
         )
         for panel, (start, stop) in zip(panels, _spans(self.num_columns), strict=True):
-            panel.addmm_(x_NC[:, start:stop].t(), x_NC[:, start:])
+            _add_product(panel, x_NC[:, start:stop], x_NC[:, start:])
         self.num_tokens += x_NC.shape[0]
 
     def add_shift(self, base: Tensor, x: Tensor, part: int = 0) -> None:
@@ -60,8 +62,10 @@ class Hessian:
             part: of the samples.
         """
         (shift_CC,) = self.shifts.of_part(part, lambda: [self._zeros(self.num_columns, self.num_columns)])
-        x_NC = x.reshape(-1, x.shape[-1]).float().detach()
-        shift_CC.addmm_((base.reshape(x_NC.shape).float().detach() - x_NC).t(), x_NC)
+        x_NC = _factor(x)
+        difference_NC = base.reshape(x_NC.shape).detach().float() - x_NC.float()
+        for share_NC in _shares(difference_NC, x_NC.dtype):
+            _add_product(shift_CC, share_NC, x_NC)
 
     def settle(self) -> None:
         """Add the parts up, of which no more will come: what waits for its solver then takes less."""
@@ -107,6 +111,30 @@ class Hessian:
 
     def _zeros(self, rows: int, columns: int) -> Tensor:
         return torch.zeros(rows, columns, dtype=torch.float32, device=self._device)
+
+
+def _factor(x: Tensor) -> Tensor:
+    """The inputs as they are multiplied, [N, C]: float32, but for bfloat16 on GPUs that sum its products, which are exact, in float32."""
+    x_NC = x.reshape(-1, x.shape[-1]).detach()
+    return x_NC if x.dtype == torch.bfloat16 and x.is_cuda and _sums_bfloat16(x.device) else x_NC.float()
+
+
+@cache
+def _sums_bfloat16(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= _BFLOAT16_CAPABILITY
+
+
+def _shares(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Cut float32 into what a dtype holds: bfloat16 holds half of the bits, and another half of what is left."""
+    high = values.to(dtype)
+    return (high,) if dtype == values.dtype else (high, (values - high).to(dtype))
+
+
+def _add_product(sums_AC: Tensor, left_NA: Tensor, right_NC: Tensor) -> None:
+    if right_NC.dtype == sums_AC.dtype:
+        sums_AC.addmm_(left_NA.t(), right_NC)
+    else:
+        sums_AC.add_(torch.mm(left_NA.t(), right_NC, out_dtype=sums_AC.dtype))
 
 
 def _spans(num_columns: int) -> Iterator[tuple[int, int]]:
