@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -28,6 +29,8 @@ from compressor.settings.sizes import parse_bytes
 HOST_SHARE, DEVICE_SHARE = 0.75, 0.4
 _MARKS = 256  # bytes of a storage by which candidates for equality are found before all bytes are compared
 _MAX_CANDIDATES = 8
+
+_Marks = tuple[torch.device, int, bytes]
 
 
 class _View(NamedTuple):
@@ -78,8 +81,8 @@ class ActivationStore:
         self._pool = BlockPool(device, device_budget_bytes, host_budget_bytes, disk_dir)
         self._by_reference = by_reference
         self._samples: dict[int, _Sample] = {}
-        self._by_marks: dict[tuple[torch.device, int, bytes], list[Block]] = {}
-        self._marks_of: dict[int, tuple[torch.device, int, bytes]] = {}
+        self._by_marks: dict[_Marks, list[Block]] = {}
+        self._marks_of: dict[int, _Marks] = {}
         self._coming: dict[int, Future[list[Coming]]] = {}
         # One thread: samples come back one by one, in the order in which they will be asked for.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="activations")
@@ -117,7 +120,8 @@ class ActivationStore:
         storages: dict[int, tuple[int, Tensor]] = {}  # by address of the storage: its number and its bytes
         views = [_view(tensor, storages) for tensor in tensors]
         del tensors
-        found = {number: self._find_equal(data) for number, data in storages.values()}
+        marks = _marks([data for _, data in storages.values()])
+        found = {number: self._find_equal(data, key) for (number, data), key in zip(storages.values(), marks, strict=True)}
         # Counted before this sample's earlier values are dropped, which may hold the very same block.
         for block in found.values():
             if block is not None:
@@ -125,8 +129,8 @@ class ActivationStore:
         self.drop(sample)  # before new places are taken: most often the same ones
         kept = _Sample(skeleton, views, [])
         self._samples[sample] = kept
-        for number, data in storages.values():
-            kept.blocks.append(found[number] or self._keep_new(data, f"sample {sample}"))
+        for (number, data), key in zip(storages.values(), marks, strict=True):
+            kept.blocks.append(found[number] or self._keep_new(data, key, f"sample {sample}"))
 
     def get(self, sample: int) -> dict[str, Any]:
         """Return what is live for a sample, on the device it was made on.
@@ -200,19 +204,16 @@ class ActivationStore:
         if coming is not None and not coming.cancel():
             coming.exception()
 
-    def _keep_new(self, data: Tensor, label: str) -> Block:
+    def _keep_new(self, data: Tensor, key: _Marks | None, label: str) -> Block:
         block = self._pool.keep(data, label)
-        if block.num_bytes > SMALL_BYTES:
-            key = _marks(data)
+        if key is not None:
             self._by_marks.setdefault(key, []).append(block)
             self._marks_of[id(block)] = key
         return block
 
-    def _find_equal(self, data: Tensor) -> Block | None:
+    def _find_equal(self, data: Tensor, key: _Marks | None) -> Block | None:
         """A block with the same bytes: of another sample, or of this one where a stage has passed something through."""
-        if data.numel() <= SMALL_BYTES:
-            return None
-        for block in self._by_marks.get(_marks(data), ())[:_MAX_CANDIDATES]:
+        for block in () if key is None else self._by_marks.get(key, ())[:_MAX_CANDIDATES]:
             stored = block.data
             if stored is None or stored.device != data.device:
                 stored = self._pool.arrive(self._pool.fetch(block))
@@ -228,9 +229,20 @@ class ActivationStore:
                 del self._by_marks[key]
 
 
-def _marks(data: Tensor) -> tuple[torch.device, int, bytes]:
-    places = torch.linspace(0, data.numel() - 1, _MARKS, dtype=torch.float64).long()
-    return data.device, data.numel(), data[places.to(data.device)].cpu().numpy().tobytes()
+def _marks(storages: Sequence[Tensor]) -> list[_Marks | None]:
+    """What tells storages apart, None of small ones. The bytes of all on a device are read at once, since each read waits for a GPU."""
+    large = [data for data in storages if data.numel() > SMALL_BYTES]
+    read: dict[int, bytes] = {}
+    for device in {data.device for data in large}:
+        own = [data for data in large if data.device == device]
+        marks = torch.stack([data[_mark_places(data.numel(), device)] for data in own]).cpu().numpy()
+        read |= {id(data): row.tobytes() for data, row in zip(own, marks, strict=True)}
+    return [(data.device, data.numel(), read[id(data)]) if id(data) in read else None for data in storages]
+
+
+@lru_cache(maxsize=256)
+def _mark_places(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.linspace(0, num_bytes - 1, _MARKS, dtype=torch.float64).long().to(device)
 
 
 def _view(tensor: Tensor, storages: dict[int, tuple[int, Tensor]]) -> _View | Tensor:
