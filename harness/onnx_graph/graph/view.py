@@ -275,7 +275,11 @@ def read_proto(source: Any) -> onnx.ModelProto:
     except DecodeError as error:
         raise UserInputError(f"{where}: this is no ONNX model, or a truncated one ({error}); export it again") from error
     except (ValidationError, OSError, ValueError) as error:
-        raise UserInputError(f"{where}: the model or its external data cannot be read: {error}; keep both in one folder") from error
+        said = str(error).rstrip(".")
+        raise UserInputError(
+            f"{where}: the model or its external data cannot be read: {said}; keep both in one folder, as files and not as links to them "
+            "(`cp -L` follows links)"
+        ) from error
     if not proto.HasField("graph"):
         raise UserInputError(f"{where}: this is no ONNX model, for it holds no graph; give the .onnx file")
     return proto
