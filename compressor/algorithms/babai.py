@@ -288,7 +288,7 @@ def search_scales(work_CR: Tensor, factor: Factor, grid: Grid, order_C: Tensor) 
     multiples_P = torch.linspace(largest, smallest, NUM_CANDIDATES, dtype=torch.float32, device=work_CR.device)
     kernel = _kernel_for(grid, work_CR.device)
     if kernel is not None:
-        chosen_GR = kernel.search(work_CR, factor.unit_CC.t().contiguous(), factor.diag_C, GridColumns(grid, order_C), multiples_P)
+        chosen_GR = kernel.search(work_CR, factor.unit_CC.t(), factor.diag_C, GridColumns(grid, order_C), multiples_P)
         return chosen_GR.t().to(grid.scale_RG.dtype).contiguous()
     scale_RG = grid.scale_RG.clone()
     group_C = grid.group_C.index_select(0, order_C)

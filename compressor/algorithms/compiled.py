@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -106,6 +106,7 @@ class CompiledKernel:
         place_C = torch.argsort(columns.group_C, stable=True)
         counts_G = torch.bincount(columns.group_C, minlength=groups)
         bounds = torch.cat([counts_G.new_zeros(1), counts_G.cumsum(0)])
+        C_CC = C_CC.contiguous()
         pointers = _pointers((work_CR, C_CC, diag_C, scale_GR, columns.zero32_GR, columns.gone_CR, multiples_P, place_C, bounds))
         last = (columns.low, columns.high, SCALE_DTYPES[columns.dtype])
         sizes = (groups, num_columns, rows, len(multiples_P))
@@ -114,10 +115,21 @@ class CompiledKernel:
         return scale_GR
 
 
+def refuse_views(held: Iterable[Tensor | None]) -> None:
+    """Refuse what a kernel would read in another order than its pointer tells.
+
+    Args:
+        held: arrays of a kernel.
+
+    Raises:
+        AssertionError: one is not contiguous.
+    """
+    if any(tensor is not None and not tensor.is_contiguous() for tensor in held):
+        raise AssertionError("the kernel was handed a view")
+
+
 def _pointers(held: Sequence[Tensor | None]) -> list[int | None]:
-    for tensor in held:
-        if tensor is not None and not tensor.is_contiguous():
-            raise AssertionError("the kernel was handed a view")
+    refuse_views(held)
     return [None if tensor is None else tensor.data_ptr() for tensor in held]
 
 

@@ -10,6 +10,7 @@ This module needs triton; `babai` imports it where it is at hand. In kernels the
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.errors import TritonError
 
-from compressor.algorithms.compiled import SCALE_DTYPES, Columns
+from compressor.algorithms.compiled import SCALE_DTYPES, Columns, refuse_views
 from compressor.numerics.formats import FLOAT_LAYOUTS
 
 _TILE = 8  # rows of one program
@@ -168,11 +169,8 @@ class TritonKernel:
         num_columns, rows = T_BR.shape
         group_B = columns.group_C[first : first + num_columns]
         gone_BR = None if columns.gone_CR is None else columns.gone_CR[first : first + num_columns].view(torch.uint8)
-        shape, constants = _shape(num_columns), _constants(columns)
-        _round_rows[triton.cdiv(rows, shape["TILE"]),](
-            T_BR, E_BR, codes_BR.view(torch.int8), loss_R, C_BB, diag_B, columns.scale32_GR, columns.zero32_GR, gone_BR, group_B,
-            num_columns, rows, **constants, **shape,
-        )  # fmt: skip
+        held = (T_BR, E_BR, codes_BR.view(torch.int8), loss_R, C_BB, diag_B, columns.scale32_GR, columns.zero32_GR, gone_BR, group_B)
+        _launch(_round_rows, (), held, (num_columns, rows), columns)
 
     def search(self, work_CR: Tensor, C_CC: Tensor, diag_C: Tensor, columns: Columns, multiples_P: Tensor) -> Tensor:
         """Choose for each row and group the multiple of its scale with the least loss.
@@ -190,14 +188,19 @@ class TritonKernel:
         scale_GR = columns.scale32_GR.clone()
         groups, rows = scale_GR.shape
         place_GS, count_G = _places(columns.group_C, groups)
-        part_GSS = C_CC[place_GS[:, :, None], place_GS[:, None, :]]
+        part_GSS = C_CC[place_GS[:, :, None], place_GS[:, None, :]].contiguous()
         gone_CR = None if columns.gone_CR is None else columns.gone_CR.view(torch.uint8)
-        shape, constants = _shape(place_GS.shape[1]), _constants(columns)
-        _search_rows[triton.cdiv(rows, shape["TILE"]), groups](
-            work_CR, part_GSS, diag_C, scale_GR, columns.zero32_GR, gone_CR, multiples_P, place_GS, count_G,
-            len(multiples_P), place_GS.shape[1], rows, **constants, **shape,
-        )  # fmt: skip
+        held = (work_CR, part_GSS, diag_C, scale_GR, columns.zero32_GR, gone_CR, multiples_P, place_GS, count_G)
+        _launch(_search_rows, (groups,), held, (len(multiples_P), place_GS.shape[1], rows), columns)
         return scale_GR
+
+
+def _launch(kernel: Any, groups: tuple[int, ...], held: Sequence[Tensor | None], sizes: tuple[int, ...], columns: Columns) -> None:
+    """Run a kernel over tiles of rows, on the device of its arrays; the last two sizes are columns and rows."""
+    refuse_views(held)
+    shape = _shape(sizes[-2])
+    with torch.cuda.device_of(held[0]):
+        kernel[triton.cdiv(sizes[-1], shape["TILE"]), *groups](*held, *sizes, **_constants(columns), **shape)
 
 
 def _places(group_C: Tensor, groups: int) -> tuple[Tensor, Tensor]:
