@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
 
     def run() -> int:
-        args = _parser().parse_args(spelled(sys.argv[1:] if argv is None else argv))
+        words = spelled(sys.argv[1:] if argv is None else argv)
+        args = _parser(words).parse_args(words)
         return _conclude(f"harness {args.verb}", args)
 
     return _guarded("harness", run)
@@ -118,11 +119,11 @@ def command_of(verb: str) -> Command | Actions:
     return command
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(prog="harness", description="Check claims about compressed models, and say with evidence what was found.")
     add_completion(parser)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name in VERBS:
+    for name in argv[:1] if argv and argv[0] in VERBS else VERBS:  # one verb answers sooner than all
         command = command_of(name)
         command.declare(verbs.add_parser(name, help=command.help, description=command.help))
     return parser

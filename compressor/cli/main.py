@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser(words).parse_args(words)
     if num_ranks() > 1 and args.verb not in _SHARED_BY_RANKS:
         if args.verb in _BY_THE_FIRST_RANK:
             return _guarded(args) if is_first_rank() else EXIT_OK
@@ -108,12 +109,12 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(prog="compressor", description="Compress a model by a recipe, and record what was done.")
     add_completion(parser)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for name, verb in VERBS.items():
-        verb.add_arguments(verbs.add_parser(name, help=verb.help, description=verb.help))
+    for name in argv[:1] if argv and argv[0] in VERBS else VERBS:  # one verb answers sooner than all
+        VERBS[name].add_arguments(verbs.add_parser(name, help=VERBS[name].help, description=VERBS[name].help))
     return parser
 
 

@@ -27,7 +27,7 @@ from compressor.random_state import ForeignRandom, RandomState, foreign_random
 from compressor.training.guards.frozen_value import is_foreign
 from compressor.training.step.digests import raw_bytes
 from compressor.training.step.step import TrainStep
-from compressor.training.stored_values import BOOKS, Reader, Writer, generators, is_writable
+from compressor.training.stored_values import Reader, Writer, books, generators, is_writable
 from compressor.training.trainer import Trainer
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -396,7 +396,7 @@ def _python_state(step: TrainStep) -> dict[str, dict[str, Any]]:
 
 def _attributes(step: TrainStep) -> dict[str, Any]:
     """What an optimizer keeps on itself, such as a counter or slow weights."""
-    return {key: value for key, value in vars(step.optimizer).items() if key not in BOOKS}
+    return {key: value for key, value in vars(step.optimizer).items() if key not in books()}
 
 
 def _attribute(step: TrainStep, key: str) -> str:

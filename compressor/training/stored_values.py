@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -38,8 +38,13 @@ _FIXED = (
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
 _SPACES: dict[str, type] = {"SimpleNamespace": SimpleNamespace, "Namespace": Namespace}
 _HOSTS = (random.Random, np.random.Generator, np.random.RandomState)
-BOOKS = frozenset(vars(torch.optim.SGD([torch.zeros(1, dtype=torch.float32)], lr=0.0))) | {"_opt_called", "_step_count"}
-"""What torch keeps on an optimizer and on what its schedulers wrap."""
+
+
+@cache
+def books() -> frozenset[str]:
+    """Return what torch keeps on an optimizer and on what its schedulers wrap."""
+    # Asked for at its first use: torch imports its compiler with the first optimizer, which takes as long as torch itself.
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1, dtype=torch.float32)], lr=0.0))) | {"_opt_called", "_step_count"}
 
 
 class Writer:
@@ -294,8 +299,8 @@ def _new_host(node: Node, state: Any) -> Any:
 
 def _state_of(value: object) -> dict[str, Any]:
     """The attributes of an object; of an optimizer within another one also what torch keeps there, but not its hooks."""
-    books = BOOKS - {"state", "param_groups"} if isinstance(value, torch.optim.Optimizer) else frozenset()
-    return {key: item for key, item in vars(value).items() if key not in books}
+    torchs = books() - {"state", "param_groups"} if isinstance(value, torch.optim.Optimizer) else frozenset()
+    return {key: item for key, item in vars(value).items() if key not in torchs}
 
 
 def _spelled(key: object, number: int) -> str:
