@@ -26,7 +26,7 @@ def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=128,
-        intermediate_size=256,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -88,7 +88,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "1 weights of the model are not in its files",
     ),
     "a weight too many": (tensors(lambda state: {**state, "model.x": torch.ones(2)}), "have no place in the model"),
-    "a weight of another shape": (tensors(lambda state: {**state, UP: state[UP].t().contiguous()}), "another shape"),
+    "a weight of another shape": (tensors(lambda state: {**state, UP: state[UP][1:].contiguous()}), "another shape"),
     "no tensor at all": (tensors(lambda state: {}), "not in its files"),
     "NaN in a weight": (scaled(UP, float("nan")), f"{UP}: holds NaN or infinity"),
     "infinity in a weight": (scaled(UP, float("inf")), f"{UP}: holds NaN or infinity"),

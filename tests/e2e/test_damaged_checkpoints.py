@@ -35,6 +35,18 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
+def llama_dir(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama of the other tests, but with a layer of more rows than columns."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("taller") / "llama"
+    torch.manual_seed(0)
+    config = LlamaConfig.from_pretrained(llama_dir, intermediate_size=256)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def sound(llama_dir: Path, tokens_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folders of checkpoints by format, made once."""
     made: dict[tuple[str, str], Path] = {}
