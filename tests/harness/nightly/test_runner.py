@@ -84,14 +84,14 @@ ENDS = {
     "print('what was wrong'); raise SystemExit(7)": ("error", "exit code 7; c.1.log ends with: what was wrong"),
     "import os; os.kill(os.getpid(), 9)": ("killed", "ended by signal 9"),
     "import time; time.sleep(60)": ("timeout", "ended after 0.02 minutes"),
-    "import time; x = bytearray(900 << 20); time.sleep(60)": ("memory", "ended after 0.5 GiB"),
+    "import time; x = bytearray(200 << 20); time.sleep(60)": ("memory", "ended after 0.1 GiB"),
 }
 
 
 @pytest.mark.parametrize("code", ENDS)
 def test_whatever_becomes_of_a_cell_is_a_row(tmp_path: Path, code: str) -> None:
     outcome, summary = ENDS[code]
-    limits = {"minutes": 0.02 if outcome == "timeout" else 1, "memory_gib": 0.5}
+    limits = {"minutes": 0.02 if outcome == "timeout" else 1, "memory_gib": 0.1}
     found = run(tmp_path, commands={"c": python(code)}, limits=limits)
     (row,) = found.rows
     assert (row.outcome, row.summary.startswith(summary)) == (outcome, True), row
