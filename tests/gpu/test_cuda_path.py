@@ -31,7 +31,7 @@ def test_the_gpu_compresses_like_the_cpu(name: str, reference_model: Path, devic
     cpu = oneshot(reference_model, recipe=RECIPES[name], device="cpu", **data)
     gpu = oneshot(reference_model, recipe=RECIPES[name], device=str(device), output_dir=tmp_path / "out", **data)
     assert all(parameter.device.type == device.type for parameter in gpu.model.parameters())
-    tolerance = 0.1 if name == "GPTQ" else 0.05  # a last bit of the Hessian may lead GPTQ to other codes, of about the same error
+    tolerance = 0.15 if name == "GPTQ" else 0.05  # sums in another order lead GPTQ to other codes, of about the same error
     for module, record in gpu.report.modules.items():
         assert record.error == pytest.approx(cpu.report.modules[module].error, rel=tolerance)
     if name != "GPTQ":  # rounding does not amplify a difference in the last bit, GPTQ does
