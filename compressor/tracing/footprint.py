@@ -299,6 +299,18 @@ class Footprint:
             self.put_back()
 
 
+def held_tensors(model: nn.Module) -> Collection[Tensor]:
+    """List the tensors that a model holds, in modules and in whatever these hold.
+
+    Args:
+        model: not modified.
+
+    Returns:
+        Each tensor once.
+    """
+    return _Walk(model).tensors.values()
+
+
 class _Walk:
     """Finds all that a model holds."""
 

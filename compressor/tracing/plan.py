@@ -30,6 +30,7 @@ from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
 from compressor.tracing.picking import excerpt, unproved
+from compressor.tracing.proof import Found
 from compressor.tracing.python_values import PythonValues
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
@@ -45,7 +46,6 @@ from compressor.tracing.traces import Traces
 __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "check_tracing_options", "trace"]
 
 _Made = TypeVar("_Made")
-_A_FEW = 4  # batches
 
 
 def check_tracing_options(engine: str, verify: str, max_variants: int) -> None:
@@ -99,7 +99,7 @@ class Plan:
         self.uncalled: tuple[str, ...] = ()
         self._trails: dict[bytes, Trail] = {}  # by the content of the batch
         self._kept: set[str] = set()
-        self._widened = ""
+        self._widened, self._left = "", ""  # why all batches take turns; what one left to another where a few did
         self._apart: dict[Any, set[Any]] = {}  # of batches that were run in turns to show that they do not notice each other
         self._stirred = Stirred()  # what forwards change
         self._settles: bool | None = None  # the first forward rewrites tensors, and later ones do not
@@ -361,9 +361,7 @@ class Plan:
             self._note_uncalled({name for trail in trails for name in trail.calls})
             check_replaced(trails)
             check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
-            turns = self._turns(batches, trails)
-            if turns:
-                self._check_apart(turns, trails)
+            self._check_turns(batches, trails)
         except TracingError as error:
             odd = self._rewritten_anew()
             if odd and not isinstance(error, Unrepeatable):
@@ -371,26 +369,28 @@ class Plan:
                 raise Unrepeatable((written_in_place if is_written else exchanged)(odd[0])) from error
             if self._asked != "auto" or isinstance(error, Unrepeatable):
                 raise
-            refused = self.why.rsplit("; ", 1)[0]  # what it advises has been done
-            raise TracingError(f"{error} ({refused})") from error
+            raise TracingError(f"{error} ({self.why.rsplit('; ', 1)[0]})") from error  # what it advises has been done
         self.stages = stages_of(self.model, trails[0])
         return trails
 
-    def _check_apart(self, turns: Sequence[Batch], trails: Sequence[Trail]) -> None:
-        targets, device = self.partition.targets, self._device
-        self._kept |= set(check_apart(self.model, targets, turns, device, trails, self._returning))
-        if self._widened:
-            check_apart_with_other_numbers(self.model, targets, turns[:_A_FEW], device, trails, self._returning)
-
-    def _turns(self, batches: Sequence[Batch], trails: Sequence[Trail]) -> list[Batch]:
-        """Pick the batches that are to take turns: all of them, as in the run, where a few could agree by chance."""
-        reads = next((trail.reads for trail in trails if trail.reads), "")
+    def _check_turns(self, batches: Sequence[Batch], trails: Sequence[Trail]) -> None:
+        """Let a few batches take turns, or all of them, as in the run, where a few could agree by chance."""
+        reads = self._left or next((trail.reads for trail in trails if trail.reads), "")
         if self._verify == "off" and not self._rewritten_anew():
-            return []
-        if self._verify == "all" or reads:
+            return
+        if is_few := self._verify != "all" and not reads:
+            turns = pick_apart(batches, self._apart)
+        else:
             self._widened = reads if self._verify == "first" else ""
-            return [*batches] if unproved(range(len(batches)), batches, self._apart) else []
-        return pick_apart(batches, self._apart)
+            turns = [*batches] if unproved(range(len(batches)), batches, self._apart) else []
+        given = (self.model, self.partition.targets, turns, self._device, trails, self._returning)
+        found = check_apart(*given, is_few=is_few and self._verify == "first") if turns else Found((), "")
+        self._kept |= set(found.kept)
+        if found.left:
+            self._left = found.left
+            self._check_turns(batches, trails)
+        elif turns and self._widened:
+            check_apart_with_other_numbers(*given)
 
     def _rewritten_anew(self) -> tuple[str, ...]:
         """Tensors that more than the first forward rewrites."""

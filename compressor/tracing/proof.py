@@ -9,7 +9,7 @@ is kept of a large model but a few bytes for each call.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from compressor.data.layouts import digest, kind_of
 from compressor.errors import TracingError
 from compressor.tracing.graph.nested_values import parts_of
+from compressor.tracing.reads import LeftMemory
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.running import Run
 
@@ -41,6 +42,18 @@ class Seen(NamedTuple):
     def __str__(self) -> str:
         """Say which call it is."""
         return "the result of the forward" if self.name is None else f"{self.side} of {self.name or 'the model'}"
+
+
+class Found(NamedTuple):
+    """What a proof that held has shown beside.
+
+    Attributes:
+        kept: attributes of modules by which one batch changes what the next one gives in the plain model.
+        left: where a batch uses a tensor that another has left, so that few batches prove nothing; empty where none was seen or looked for.
+    """
+
+    kept: tuple[str, ...]
+    left: str
 
 
 class Difference(NamedTuple):
@@ -107,15 +120,23 @@ class OtherNumbers:
 class Comparison:
     """Samples on their way, held against plain forwards. A subclass says how a difference is told."""
 
-    def __init__(self, expected: Sequence[Sequence[Seen]], targets: Collection[str], numbers: OtherNumbers | None = None) -> None:
+    def __init__(
+        self,
+        expected: Sequence[Sequence[Seen]],
+        targets: Collection[str],
+        numbers: OtherNumbers | None = None,
+        left: LeftMemory | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             expected: of each sample, what the plain forward was seen to do.
             targets: dotted names of the sequential targets.
             numbers: changes what targets compute.
+            left: has looked at the plain forwards, and looks at the samples.
         """
         self._expected = expected
+        self._left = left
         self._numbers = numbers
         self._targets = frozenset(targets)
         self._positions = [0] * len(expected)
@@ -155,6 +176,8 @@ class Comparison:
             sample: its place among those of the proof.
         """
         self._sample, self._is_first = sample, True
+        if self._left is not None:
+            self._left.begin(sample, is_trial=bool(self._inside))
         if self._numbers is not None:
             self._numbers.sample = sample
 
@@ -171,7 +194,8 @@ class Comparison:
         """
         try:
             numbers = nullcontext() if self._numbers is None else self._numbers.made()
-            with numbers, _watching(model, watched, self._see, self._wants), self._other_numbers(model), run:
+            left: AbstractContextManager[Any] = nullcontext() if self._left is None else self._left
+            with numbers, _watching(model, watched, self._see, self._wants), self._other_numbers(model), left, run:
                 for stage in run:
                     self._inside, self._halved = frozenset(stage.module_names), stage.index.bit_count() % 2  # a sequence without a period
                     stage.rehearse()

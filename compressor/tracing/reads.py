@@ -11,9 +11,9 @@ a proof take all batches. Likewise code between targets that catches exceptions:
 by torch, numpy and this package, and by functions of transformers that set no attribute and no global, nor do their callers up to the
 module that runs (how experts are routed, whether a mask is needed).
 
-Carried tensors (`BUS["over"] = torch.relu(y - 6)`, `self.largest.copy_(...)`). What a module has made and not given back, and what is used
-elsewhere, has gone past the arguments, too; so has what it writes to memory that is older than the forward. It may be the same in all
-batches but a few.
+Left memory (`BUS["over"] = torch.relu(y - 6)`, `self.largest.copy_(...)`). Where forwards take turns, as in the proof, one of them may use
+a tensor that another has made or written to. It has come past the arguments, wherever it was left and by whatever code, and may be the
+same in all batches but a few.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import call_model
 from compressor.data.layouts import has_memory
@@ -263,85 +265,64 @@ class HostReads:
         return None if name in self._followed else name
 
 
-class CarriedTensors:
-    """Looks for tensors that pass from call to call past the arguments.
+class LeftMemory(TorchFunctionMode):
+    """Looks for memory that two forwards use: by it, what one leaves outside of arguments reaches the other. Active while it is entered.
 
-    A call uses what another one has made and not given back, or writes to memory that is older than the forward and that it was not handed.
+    All that a forward may use is what it was handed or has made, and what belongs to the model or a batch and is not written to.
 
     Attributes:
-        first: what the first such use is, with file and line; empty where there is none.
+        first: where the first such use is, with file and line; empty where there is none.
     """
 
-    def __init__(self) -> None:
-        """Know no tensor yet."""
+    def __init__(self, held: Iterable[object]) -> None:
+        """Know no forward yet.
+
+        Args:
+            held: tensors, or lists, tuples and mappings of such, that all forwards may read.
+        """
+        super().__init__()
         self.first = ""
-        self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        self._born: set[int] = set()  # memory of this forward
-        self._num_calls = 0
-        self._call: int | None = None
+        self._held = {_memory(item): _hold(item) for item in _tensors([*held])}
+        self._owners: dict[object, tuple[Any, object]] = {}  # of memory, which is kept from being another's later
+        self._now: tuple[object, ...] = ()
 
-    def enter(self, *given: object) -> None:
-        """Take note that a target, or a module between targets, is called.
-
-        Args:
-            *given: what it is handed.
-        """
-        self._num_calls += 1
-        self._call = self._num_calls
-        self.take(given)
-
-    def take(self, given: object) -> None:
-        """Count tensors as those of this forward.
+    def begin(self, forward: object, *, is_trial: bool = False) -> None:
+        """Say which forward runs on.
 
         Args:
-            given: holds them.
+            forward: identifies it.
+            is_trial: what it does now has no consequences, so that it may not meet it later.
         """
-        with torch._C.DisableTorchFunction():  # to ask for memory is no call of the forward
-            self._born |= {_memory(item) for item in _tensors(given)}
+        self._now = (object(), forward) if is_trial else (forward,)
 
-    def leave(self, output: object) -> None:
-        """Take note of what it gives back, which goes the visible way.
-
-        Args:
-            output: of the call; None where it raised.
-        """
-        self._call = None
-        for item in _tensors(output):
-            self._made.pop(id(item), None)
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run a torch call, and look at it.
-
-        Args:
-            func: torch function.
-            args: its arguments.
-            kwargs: its named arguments.
-
-        Returns:
-            What it returns.
-        """
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a torch call, and look at what it is given and gives."""
+        kwargs = kwargs or {}
         if self.first or torch._C._functorch.peek_interpreter_stack() is not None:  # the tensors of a vmap have no memory that one may see
             return func(*args, **kwargs)
-        given = [*_tensors((args, kwargs))]
-        versions = [None if item.is_inference() else item._version for item in given]
+        held = [(item, item._version) for item in _tensors((args, kwargs)) if not self._use(item) and not item.is_inference()]
         result = func(*args, **kwargs)
-        for item, version in zip(given, versions, strict=True):
-            ref, call = self._made.get(id(item), (None, None))
-            if ref is not None and ref() is item and call != self._call:
-                self._say("uses a tensor that another module has left outside of arguments")
-            elif version is not None and item._version != version and _memory(item) not in self._born:
-                self._say("writes to a tensor that it was not handed and has not made")
-        known, ids = {_memory(item) for item in given}, {id(item) for item in given}
+        for item, version in held:
+            if item._version != version:
+                del self._held[_memory(item)]
+                self._use(item)
         for item in _tensors(result):
-            if (memory := _memory(item)) not in known:
-                self._born.add(memory)
-            if self._call is not None and id(item) not in ids:
-                self._made[id(item)] = weakref.ref(item), self._call
+            self._use(item)
         return result
 
-    def _say(self, what: str) -> None:
-        frame = next((frame for frame in _outwards(sys._getframe(1)) if _package(frame) not in _SILENT), None)
-        self.first = f"{'the forward' if frame is None else f'{short_file(frame.f_code.co_filename)}:{frame.f_lineno}'} {what}"
+    def _use(self, tensor: Tensor) -> bool:
+        """Let the forward that runs have a memory that no other has; false for what all have."""
+        key = _memory(tensor)
+        if key in self._held:
+            return False
+        hold, owner = self._owners.get(key, (None, None))
+        if hold is None or (isinstance(hold, weakref.ref) and hold() is not tensor):
+            self._owners[key] = _hold(tensor), self._now[0]
+        elif owner not in self._now:
+            frame = next((frame for frame in _outwards(sys._getframe(1)) if _package(frame) not in _SILENT), None)
+            place = "the forward" if frame is None else f"{short_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+            self.first = self.first or f"{place} uses a tensor that another batch has left outside of arguments"
+        return True
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -352,9 +333,14 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _memory(tensor: Tensor) -> int:
+def _memory(tensor: Tensor) -> object:
     """Identify the memory of a tensor; where it has none of its own, the tensor."""
-    return tensor.untyped_storage()._cdata if has_memory(tensor) else id(tensor)
+    return tensor.untyped_storage()._cdata if has_memory(tensor) else ("tensor", id(tensor))
+
+
+def _hold(tensor: Tensor) -> Any:
+    """Keep the identity of a memory, but not its bytes."""
+    return StorageWeakRef(tensor.untyped_storage()) if has_memory(tensor) else weakref.ref(tensor)
 
 
 def _reads(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

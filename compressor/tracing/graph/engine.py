@@ -14,14 +14,15 @@ from torch import fx, nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.tracing.footprint import held_tensors
 from compressor.tracing.graph.guards import Wording, describe_guard
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import GraphPlanner, Variant
 from compressor.tracing.graph.program import Program, target_of
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.picking import excerpt, facts_of, other_content, pick, unproved
-from compressor.tracing.proof import Comparison, Difference, OtherNumbers, Seen
-from compressor.tracing.reads import catching
+from compressor.tracing.proof import Comparison, Difference, Found, OtherNumbers, Seen
+from compressor.tracing.reads import LeftMemory, catching
 from compressor.tracing.targets.call_order import plain_forwards
 from compressor.tracing.targets.partition import module_names, taken_apart
 from compressor.tracing.targets.records import Guard, Stage, Verify
@@ -52,7 +53,8 @@ def verify_programs(
     returning: Callable[[], AbstractContextManager[None]] = nullcontext,
     numbers: OtherNumbers | None = None,
     inside: bool = True,
-) -> tuple[str, ...]:
+    is_few: bool = False,
+) -> Found:
     """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
 
     All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left. Where
@@ -65,9 +67,10 @@ def verify_programs(
         returning: context that puts the model back after a forward.
         numbers: changes what targets compute, in the plain model and in the graphs.
         inside: look at the modules inside targets, too, and not only at what targets are given and give.
+        is_few: these are to stand for other batches, so look for tensors that one leaves to the next.
 
     Returns:
-        Attributes of modules by which one batch changes what the next one gives in the plain model.
+        What was found beside.
 
     Raises:
         Mismatch: the first difference: module, value, node and line.
@@ -75,14 +78,15 @@ def verify_programs(
     around = taken_apart(groups)
     below = set() if inside else {name for target in groups for name in module_names(model, target) if name != target}
     watched = [name for name, _ in model.named_modules() if name not in around and name not in below]
-    kept: tuple[str, ...] = ()
+    found = Found((), "")
     for taken in _rounds(cases):
-        expected, found = plain_forwards(model, watched, [case.batch for case in taken], returning, numbers)
-        kept += found
-        comparison = _GraphComparison(taken, expected, groups, numbers)
+        batches = [case.batch for case in taken]
+        left = LeftMemory([*held_tensors(model), *batches]) if is_few else None
+        expected, kept = plain_forwards(model, watched, batches, returning, numbers, left)
+        comparison = _GraphComparison(taken, expected, groups, numbers, left)
         run = GraphRun(
             model,
-            [case.batch for case in taken],
+            batches,
             [case.program for case in taken],
             groups,
             RenewingStore(),
@@ -93,7 +97,8 @@ def verify_programs(
         comparison.run = run
         with returning():
             comparison.follow(run, watched, model)
-    return kept
+        found = Found(found.kept + kept, found.left or ("" if left is None else left.first))
+    return found
 
 
 def _rounds(cases: Sequence[Case]) -> list[list[Case]]:
@@ -108,9 +113,14 @@ class _GraphComparison(Comparison):
     run: GraphRun
 
     def __init__(
-        self, cases: Sequence[Case], expected: Sequence[Sequence[Seen]], groups: Mapping[str, int], numbers: OtherNumbers | None
+        self,
+        cases: Sequence[Case],
+        expected: Sequence[Sequence[Seen]],
+        groups: Mapping[str, int],
+        numbers: OtherNumbers | None,
+        left: LeftMemory | None,
     ) -> None:
-        super().__init__(expected, groups, numbers)
+        super().__init__(expected, groups, numbers, left)
         self._cases = cases
 
     def error(self, difference: Difference) -> TracingError:
@@ -179,6 +189,7 @@ class GraphEngine:
         self.num_verified = 0
         self.widened = ""
         self.kept: set[str] = set()
+        self._left = ""  # by one batch to another, as a proof of few has shown
         self._model, self._verify, self._device = model, verify, device
         # Planning may start over: what was proved of a program goes with it.
         self._proved: WeakKeyDictionary[Variant, dict[Any, set[Any]]] = WeakKeyDictionary()
@@ -201,10 +212,16 @@ class GraphEngine:
         _refuse_other_results(list(dict.fromkeys(chosen)))
         self.widened = self._blind_spot(chosen) if self._verify == "first" else ""
         few, others = self._to_prove(chosen, batches)
-        # Excerpts are quick and show what a graph has frozen; where they fail or are no proof, whole batches decide.
-        if self.widened or not self._verify_excerpts(chosen, batches, few):
-            self.verify(chosen, batches, few)
-        if self.widened and few:
+        if not self.widened:
+            # Excerpts are quick and show what a graph has frozen; where they fail or are no proof, whole batches decide.
+            if not self._verify_excerpts(chosen, batches, few):
+                self.verify(chosen, batches, few)
+            if not self._left:
+                return chosen
+            self.widened = self._left
+            others = [one for found in self._to_prove(chosen, batches) for one in found if one not in few]
+        self.verify(chosen, batches, few)
+        if few:
             self._verify_widely(chosen, batches, few, others)
         return chosen
 
@@ -215,7 +232,7 @@ class GraphEngine:
         cases = self._cases(chosen, batches, samples)
         small = [case._replace(batch=excerpt(case.batch, place)) for place, case in enumerate(cases)]
         try:
-            self.kept |= set(verify_programs(self._model, small, self.planner.groups, self.planner.returning))
+            self._note(verify_programs(self._model, small, self.planner.groups, self.planner.returning, is_few=True))
         except TracingError:
             return False  # of these sizes the graph may be wrong where of the whole batch it is right, or the model itself fails
         self.num_verified += len(samples)
@@ -225,7 +242,7 @@ class GraphEngine:
         """Compare on all other batches, and as if targets were compressed by far: what Python reads of their numbers may differ then."""
         groups, returning = self.planner.groups, self.planner.returning
         if others:
-            self.kept |= set(verify_programs(self._model, self._cases(chosen, batches, [few[0], *others]), groups, returning, inside=False))
+            self._note(verify_programs(self._model, self._cases(chosen, batches, [few[0], *others]), groups, returning, inside=False))
             self.num_verified += len(others)
         try:
             numbers = OtherNumbers(self._model, groups)
@@ -236,7 +253,7 @@ class GraphEngine:
     def _blind_spot(self, chosen: Sequence[Variant]) -> str:
         """Say why a few batches would be no proof for the others."""
         programs = [variant.program for variant in dict.fromkeys(chosen)]
-        reads = next((program.reads for program in programs if program.reads), "")
+        reads = self._left or next((program.reads for program in programs if program.reads), "")
         if reads:
             return reads
         catches = catching(code for program in programs for code in program.busy)
@@ -277,8 +294,13 @@ class GraphEngine:
             TracingError: the first difference.
         """
         cases = self._cases(chosen, batches, samples)
-        self.kept |= set(verify_programs(self._model, cases, self.planner.groups, self.planner.returning))
+        is_few = self._verify == "first" and not self.widened
+        self._note(verify_programs(self._model, cases, self.planner.groups, self.planner.returning, is_few=is_few))
         self.num_verified += len(samples)
+
+    def _note(self, found: Found) -> None:
+        self.kept |= set(found.kept)
+        self._left = self._left or found.left
 
     def _cases(self, chosen: Sequence[Variant], batches: Sequence[Batch], samples: Sequence[int]) -> list[Case]:
         here = {sample: batches[sample] if self._device is None else batch_to(batches[sample], self._device) for sample in samples}

@@ -71,7 +71,7 @@ def record(
         outside.restore()
         reads.forget()
     program = build_program(model, recorder, encoded, signature_of(batch), groups, reassigned)
-    program.reads = reads.first or recorder.carried.first or recorder.side_effects.shared
+    program.reads = reads.first
     program.readers = frozenset(reads.places)
     return program
 

@@ -26,7 +26,7 @@ from compressor.tracing.graph.nested_values import (
 )
 from compressor.tracing.graph.nodes import ROOT, GraphBuilder, SwallowedTarget, current_frames, current_place, set_attribute, set_buffer
 from compressor.tracing.graph.shared_objects import SharedObjects, SideEffects, modules_around
-from compressor.tracing.reads import CarriedTensors, ForeignWeights
+from compressor.tracing.reads import ForeignWeights
 from compressor.tracing.symbolic import is_symbolic, plain
 
 
@@ -42,7 +42,6 @@ class Recorder(TorchFunctionMode):
         side_effects: what the forward does besides calling torch and modules.
         weights: whether it uses weights outside of their targets.
         reads: is shown every torch call.
-        carried: whether tensors go from node to node past the graph.
     """
 
     def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module]) -> None:
@@ -64,7 +63,6 @@ class Recorder(TorchFunctionMode):
         self.side_effects = SideEffects(model)
         self.weights = ForeignWeights(model, targets, pauses=False)
         self.reads: Callable[..., None] = lambda *call: None
-        self.carried = CarriedTensors()
 
     @property
     def inside(self) -> int:
@@ -80,7 +78,7 @@ class Recorder(TorchFunctionMode):
             self.weights.look(func, args, kwargs)
             self.reads(func, args, kwargs)
         if self.builder.inside:
-            return func(*args, **kwargs) if self._owner is None else self.carried.run(func, args, kwargs)
+            return func(*args, **kwargs)
         with self.builder.opaque():
             plain_args, plain_kwargs = plain_tree(args), plain_tree(kwargs)
             if constant_query(func, plain_args):
@@ -209,9 +207,7 @@ class Recorder(TorchFunctionMode):
             context = self.side_effects.context(self.builder, self.encoder)
             encoded = self.encoder.encode(args, sizes=True), self.encoder.encode(kwargs, sizes=True)
             before = self.versions((plain_args, plain_kwargs))
-            self.carried.enter(plain_args, plain_kwargs)
             output = self._run(run, plain_args, plain_kwargs, owner)
-            self.carried.leave(output)
             # A container that the call has changed is an object of the run only now, and the node must refer to it.
             if self._objects.found_shared():
                 encoded = self.encoder.encode(args, sizes=True), self.encoder.encode(kwargs, sizes=True)

@@ -334,6 +334,7 @@ class GraphRun:
         return self._to_show[key]
 
     def _calibrate_sample(self, sample: int, segment: int, stop: Stop) -> None:
+        self._on_sample(sample)
         program, late = self._programs[sample], self._late.get(sample, segment)
         shown = self._shown(program, segment, stop)
         values = self._store.get(sample)
@@ -341,7 +342,6 @@ class GraphRun:
             values = copy_live(values, self.model)
         span = range(segment, program.spans[segment] + 1)
         call = self._call_calibrating(stop.targets)
-        self._on_sample(sample)
         with self._traces.forwards(), self._as_sample(sample, keep=False):
             values = self._run_through(program, range(late, segment), values, call)
             if shown is not None:

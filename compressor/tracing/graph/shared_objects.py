@@ -223,10 +223,6 @@ class SideEffects:
         self.caught: str | None = None
         self._python_random, self._seed = foreign_random(), torch.initial_seed()
         self._versions = {name: (tensor, tensor._version) for name, tensor in _state(model)}
-        attributes = ((f"{name}.{own}", value) for name, module in model.named_modules() for own, value in vars(module).items())
-        self._attributes = [
-            (name, value, value._version) for name, value in attributes if isinstance(value, Tensor) and not value.is_inference()
-        ]
         self._context = copy_context()
 
     def check(self) -> None:
@@ -248,12 +244,6 @@ class SideEffects:
         written = [name for name, (tensor, version) in self._versions.items() if tensor._version != version]
         if written:
             raise Refusal(written_in_place(written[0]))
-
-    @property
-    def shared(self) -> str:
-        """Which tensor that is an attribute of a module the forward has written to in place; empty where none."""
-        written = (name for name, tensor, version in self._attributes if tensor._version != version)
-        return next((f"the forward writes to {name}, which all samples share" for name in written), "")
 
     def context(self, builder: GraphBuilder, encoder: Encoder) -> tuple[tuple[ContextVar[Any], Any], ...]:
         """Collect the context variables that the forward has set around a call, but for collectors, which only take notes.

@@ -16,13 +16,17 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.tracing.footprint import held_tensors
 from compressor.tracing.graph.nodes import one_line
 from compressor.tracing.picking import facts_of, other_content, pick
-from compressor.tracing.proof import Comparison, Difference, OtherNumbers
+from compressor.tracing.proof import Comparison, Difference, Found, OtherNumbers
+from compressor.tracing.reads import LeftMemory
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.targets.call_order import plain_forwards
 from compressor.tracing.targets.order import Trail
 from compressor.tracing.targets.sample_state import TorchState
+
+_A_FEW = 4  # batches
 
 
 @torch.no_grad()
@@ -34,7 +38,8 @@ def check_apart(
     trails: Sequence[Trail],
     returning: Callable[[], AbstractContextManager[None]],
     numbers: OtherNumbers | None = None,
-) -> tuple[str, ...]:
+    is_few: bool = False,
+) -> Found:
     """Run batches alone and in turns, and compare what targets are given and give, and what the forwards return, bit for bit.
 
     Args:
@@ -45,9 +50,10 @@ def check_apart(
         trails: what is known of the forwards.
         returning: context that puts the model back after a forward.
         numbers: changes what targets compute, alone and in turns.
+        is_few: these are to stand for other batches, so look for tensors that one leaves to the next.
 
     Returns:
-        Attributes of modules by which one batch changes what the next one gives in the plain model.
+        What was found beside.
 
     Raises:
         TracingError: the forwards notice each other.
@@ -56,8 +62,9 @@ def check_apart(
     before = _parameters(model)
     state = TorchState.current(foreign=True)
     try:
-        expected, kept = plain_forwards(model, targets.keys(), here, returning, numbers)
-        comparison = _Turns(expected, targets, numbers)
+        left = LeftMemory([*held_tensors(model), *here]) if is_few else None
+        expected, kept = plain_forwards(model, targets.keys(), here, returning, numbers, left)
+        comparison = _Turns(expected, targets, numbers, left)
         run = SuspendedRun(model, targets, here, on_sample=comparison.begin, keep_outputs=True, trails=trails)
         with returning():
             comparison.follow(run, targets.keys(), model)
@@ -67,7 +74,7 @@ def check_apart(
         state.restore()
     if swapped:
         raise TracingError(_message(f"its parameter {swapped[0]} stays swapped"))
-    return kept
+    return Found(kept, "" if left is None else left.first)
 
 
 def _parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
@@ -95,7 +102,7 @@ def check_apart_with_other_numbers(
     Args:
         model: as it was afterwards, but for what its own forward changes.
         targets: dotted name to module.
-        batches: a few.
+        batches: the first few take part.
         device: of the model; None leaves batches where they are.
         trails: what is known of the forwards.
         returning: context that puts the model back after a forward.
@@ -104,7 +111,7 @@ def check_apart_with_other_numbers(
         Noticed: the forwards notice each other.
     """
     try:
-        check_apart(model, targets, batches, device, trails, returning, OtherNumbers(model, targets))
+        check_apart(model, targets, batches[:_A_FEW], device, trails, returning, OtherNumbers(model, targets))
     except Noticed:
         raise
     except TracingError:

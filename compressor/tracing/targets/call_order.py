@@ -24,7 +24,7 @@ from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.proof import OtherNumbers, Seen, observe
-from compressor.tracing.reads import CarriedTensors, ForeignWeights, HostReads
+from compressor.tracing.reads import ForeignWeights, HostReads, LeftMemory
 from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
@@ -70,23 +70,21 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
         before = foreign_random()
         modules = dict(model.named_modules())
         with without_traces():
-            reads, carried = HostReads(model), CarriedTensors()
-            calls, outside = _calls(model, cut, batch, reads, carried)
+            reads = HostReads(model)
+            calls, outside = _calls(model, cut, batch, reads)
             now = dict(model.named_modules())
             replaced = tuple(name for name, module in modules.items() if now.get(name) is not module)
             draws = foreign_random() != before
         if draws:  # what it draws may decide what it calls
             state.restore()
             with without_traces():
-                calls, outside = _calls(model, cut, batch, reads, carried)
-        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first or carried.first)
+                calls, outside = _calls(model, cut, batch, reads)
+        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first)
     finally:
         state.restore()
 
 
-def _calls(
-    model: nn.Module, cut: Partition, batch: Batch, reads: HostReads, carried: CarriedTensors
-) -> tuple[tuple[str, ...], tuple[OutsideCall, ...]]:
+def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> tuple[tuple[str, ...], tuple[OutsideCall, ...]]:
     """Run one plain forward and list the calls of targets, and those of modules outside of the target that they lie in."""
     calls: list[str] = []
     outside: dict[OutsideCall, None] = {}
@@ -105,22 +103,19 @@ def _calls(
             weights.look(None, args, kwargs)
             weights.enter(name)
             weights.inside = name
-            carried.enter(args, kwargs)
 
         return hook
 
     def leave(module: nn.Module, args: object, output: object) -> None:
         weights.inside = None
-        carried.leave(output)
 
     def look(module: nn.Module, args: object) -> None:
         name, home = homes.get(module, ("", None))
         if home is not None and home != weights.inside and name != home:
             outside[OutsideCall(name, home, weights.inside, calls[-1] if calls else None)] = None
 
-    with ExitStack() as hooks, torch.no_grad(), _Looking(weights, reads, carried):
+    with ExitStack() as hooks, torch.no_grad(), _Looking(weights, reads):
         hooks.callback(register_module_forward_pre_hook(look).remove)
-        hooks.callback(model.register_forward_pre_hook(lambda _, *given: carried.take(given), with_kwargs=True).remove)
         for name, module in cut.targets.items():
             hooks.callback(module.register_forward_pre_hook(_of_it_alone(module, enter(name)), with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(_of_it_alone(module, leave), always_call=True).remove)
@@ -145,17 +140,17 @@ def _homes(model: nn.Module, cut: Partition) -> dict[nn.Module, tuple[str, str]]
 
 
 class _Looking(TorchFunctionMode):
-    """Shows every torch call of a forward to those who look for weights, for values that Python reads, and for tensors that are left."""
+    """Shows every torch call of a forward to those who look for weights, and for values that Python reads."""
 
-    def __init__(self, weights: ForeignWeights, reads: HostReads, carried: CarriedTensors) -> None:
+    def __init__(self, weights: ForeignWeights, reads: HostReads) -> None:
         super().__init__()
-        self._weights, self._reads, self._carried = weights, reads, carried
+        self._weights, self._reads = weights, reads
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._weights.look(func, args, kwargs)
         self._reads.look(func, args, kwargs)
-        return self._carried.run(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 def plain_forward(model: nn.Module, batch: Batch) -> Any:
@@ -230,6 +225,7 @@ def plain_forwards(
     batches: Sequence[Batch],
     returning: Callable[[], AbstractContextManager[None]] = nullcontext,
     numbers: OtherNumbers | None = None,
+    left: LeftMemory | None = None,
 ) -> tuple[list[list[Seen]], tuple[str, ...]]:
     """Run plain forwards, each with the state of the model as it is, and note all that modules are given and give back.
 
@@ -239,13 +235,17 @@ def plain_forwards(
         batches: on the device of the model; not modified.
         returning: context that puts the model back after a forward.
         numbers: changes what targets compute.
+        left: looks at the forwards.
 
     Returns:
         What was seen of each batch; and the attributes of modules by which the first batch changes what the second one gives.
     """
     expected, changed = [], set()
     for place, batch in enumerate(batches):
-        with returning(), without_traces() as values, nullcontext() if numbers is None else numbers.made(place):
+        looking: AbstractContextManager[Any] = nullcontext() if left is None else left
+        if left is not None:
+            left.begin(("alone", place))
+        with returning(), without_traces() as values, nullcontext() if numbers is None else numbers.made(place), looking:
             expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
             changed |= set(values.changed())
     if not changed or len(batches) == 1:

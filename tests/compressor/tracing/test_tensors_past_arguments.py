@@ -55,6 +55,21 @@ def as_it_is(layer: Any, x: Tensor) -> Tensor:
     return y.mul_(2).add_(torch.zeros_like(y).copy_(x.topk(1).values))
 
 
+def leave(x: Tensor) -> Tensor:
+    """Returns what it was given; another tensor stays behind in a global."""
+    BUS["over"] = torch.relu(x.abs().max() - FLOOR)
+    return x
+
+
+def take(x: Tensor) -> Tensor:
+    return x - 2 * BUS["over"]
+
+
+class Leaves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return leave(x)
+
+
 class Layer(nn.Module):
     def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
@@ -111,6 +126,43 @@ def test_a_tensor_that_is_another_in_one_batch_is_refused(way: Any, targets: str
 def test_the_code_between_layers_is_looked_at_too(engine: Engine) -> None:
     with pytest.raises(TracingError):
         run(Model(in_attribute, around=True), ["Layer"], engine)
+
+
+class Around(nn.Module):
+    """Leaves a tensor before the first layer, and the last one takes it, or code before it does."""
+
+    def __init__(self, leaves: Callable[[Tensor], Tensor] | None, takes: Callable[[Tensor], Tensor] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        ways = (as_it_is, as_it_is, as_it_is if takes else lambda layer, x: take(x))
+        self.layers = nn.ModuleList(Layer(way) for way in ways)
+        self.leaves, self.takes = leaves, takes
+        if leaves is None:
+            self.layers[0].register_forward_pre_hook(lambda layer, args: (leave(args[0]),))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.leaves is None else self.leaves(x)
+        for place, layer in enumerate(self.layers):
+            x = layer(self.takes(x) if self.takes is not None and place == 2 else x)
+        return x
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+@pytest.mark.parametrize("leaves", [leave, Leaves(), None], ids=["code", "module", "hook"])
+@pytest.mark.parametrize("takes", [None, take], ids=["layer", "code"])
+def test_whoever_leaves_it_the_samples_get_their_own_or_it_is_refused(leaves: Any, takes: Any, engine: Engine) -> None:
+    model, given, got = Around(leaves, takes).eval(), batches(), []
+    try:
+        plan = trace(model, given[:1], ["Layer"], engine=engine)
+        with plan.run(given, keep_outputs=True) as running:
+            for stage in running:
+                stage.propagate()
+            got = running.outputs
+    except TracingError:
+        return
+    assert takes is not None and engine == "graph"  # the recorder knows what code between layers makes, wherever it is left
+    with torch.no_grad():
+        assert all(torch.equal(one, model(*batch)) for one, batch in zip(got, given, strict=True))
 
 
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
