@@ -49,7 +49,8 @@ class Found(NamedTuple):
 
     Attributes:
         kept: attributes of modules by which one batch changes what the next one gives in the plain model.
-        left: where a batch uses a tensor that another has left, so that few batches prove nothing; empty where none was seen or looked for.
+        left: why few batches prove nothing: where one uses a tensor that another has left, or reads a Python value; empty where none was
+            seen or looked for.
     """
 
     kept: tuple[str, ...]

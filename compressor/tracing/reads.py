@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressor.data.collate import call_model
 from compressor.data.layouts import has_memory
@@ -186,6 +187,7 @@ _READS = frozenset(
         *("__contains__", "__array__", "__dlpack__", "__cuda_array_interface__", "__repr__", "__str__", "__format__", "__reduce_ex__"),
         *("untyped_storage", "storage", "_typed_storage", "data_ptr", "apply_", "map_", "map2_"),
         *DATA_SIZED,  # what comes of these has a size that is read off the data
+        *("_nnz", "coalesce", "to_sparse", "to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc", "_pack_padded_sequence"),
     )
 )
 _TRUSTED = frozenset(("torch", "numpy", "compressor", *sys.stdlib_module_names))
@@ -229,8 +231,8 @@ class HostReads:
             args: its arguments.
             kwargs: its named arguments.
         """
-        if (self._followed or not self.places) and _reads(call_name(func), args, kwargs):
-            self._note()
+        if _reads(call_name(func), args, kwargs):
+            self.note()
 
     def forget(self) -> None:
         """Let go of the forward; what was found stays."""
@@ -242,8 +244,10 @@ class HostReads:
         found = (f"{place} (inside {name})" if name else place for name, place in self.places.items())
         return next((f"{place} reads a Python value off the data" for place in found), "")
 
-    def _note(self) -> None:
-        """Keep where the read is, if it counts."""
+    def note(self) -> None:
+        """Keep where the read is that happens now, if it counts."""
+        if self.places and not self._followed:
+            return
         own = next((frame for frame in _outwards(sys._getframe(1)) if _package(frame) not in _SILENT), None)
         if own is None or own is self._known or _package(own) == "compressor":  # the latter: hooks and modules of ours
             return
@@ -263,6 +267,33 @@ class HostReads:
             return None
         name = self._names.get(id(frame.f_locals["self"]))
         return None if name in self._followed else name
+
+
+class ReadWatch(TorchDispatchMode):
+    """Shows reads that no list of functions names (`F.one_hot(x)`, `torch.arange(x)`): torch marks the operations below them.
+
+    It takes as long as the forward of a small model, so only the forwards of a proof are looked at like that. Active while entered.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, reads: HostReads) -> None:
+        """Look at nothing before it is entered.
+
+        Args:
+            reads: is told.
+        """
+        super().__init__()
+        self._reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at an operation, then run it."""
+        if not _MARKS.isdisjoint(func.tags) and (func is not torch.ops.aten.index.Tensor or _by_mask(args[1])):
+            self._reads.note()
+        return func(*args, **(kwargs or {}))
+
+
+_MARKS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 class LeftMemory(TorchFunctionMode):
@@ -346,12 +377,15 @@ def _hold(tensor: Tensor) -> Any:
 def _reads(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Say whether a torch call gives Python a value of the data, or something of a size that depends on it."""
     if name == "__getitem__":
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
-        return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in index)
+        return _by_mask(args[1] if isinstance(args[1], tuple) else (args[1],))
     if name == "repeat_interleave":
         repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
         return isinstance(repeats, Tensor) or len(args) + len(kwargs) == 1
     return name in _READS or (name == "where" and len(args) + len(kwargs) == 1)
+
+
+def _by_mask(index: Iterable[object]) -> bool:
+    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in index)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:

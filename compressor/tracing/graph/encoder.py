@@ -197,8 +197,9 @@ class Encoder:
 class Numbers:
     """What symbolic numbers talk to."""
 
-    def __init__(self, builder: GraphBuilder, encoder: Encoder) -> None:
-        """Keep whom to tell of nodes and guards, and who knows the nodes of numbers."""
+    def __init__(self, builder: GraphBuilder, encoder: Encoder, met: Callable[[], None]) -> None:
+        """Keep whom to tell of nodes and guards, who knows the nodes of numbers, and who is told where one is used inside of a node."""
+        self._met = met
         self._builder = builder
         self._encoder = encoder
 
@@ -214,6 +215,7 @@ class Numbers:
         """
         value = function(*map(plain, args))
         if self._builder.inside:
+            self._met()
             return value
         with self._builder.opaque():
             node = self._builder.emit("call_function", function, self._encoder.encode(args), size=True)
@@ -230,9 +232,11 @@ class Numbers:
             The plain outcome.
         """
         value = function(*map(plain, args))
-        if not self._builder.inside:
-            with self._builder.opaque():
-                self._builder.guard(self._builder.emit("call_function", function, self._encoder.encode(args), size=True), value)
+        if self._builder.inside:
+            self._met()
+            return value
+        with self._builder.opaque():
+            self._builder.guard(self._builder.emit("call_function", function, self._encoder.encode(args), size=True), value)
         return value
 
     def pin(self, node: fx.Node, value: Any) -> None:
@@ -242,9 +246,11 @@ class Numbers:
             node: that computes it.
             value: of it.
         """
-        if not self._builder.inside:
-            with self._builder.opaque():
-                self._builder.guard(node, value)
+        if self._builder.inside:
+            self._met()
+            return
+        with self._builder.opaque():
+            self._builder.guard(node, value)
 
     def number(self, value: Any, node: fx.Node) -> Any:
         """Make a number symbolic.

@@ -22,7 +22,7 @@ from compressor.tracing.graph.program import Program, target_of
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.picking import excerpt, facts_of, other_content, pick, unproved
 from compressor.tracing.proof import Comparison, Difference, Found, OtherNumbers, Seen
-from compressor.tracing.reads import LeftMemory, catching
+from compressor.tracing.reads import HostReads, LeftMemory, catching
 from compressor.tracing.targets.call_order import plain_forwards
 from compressor.tracing.targets.partition import module_names, taken_apart
 from compressor.tracing.targets.records import Guard, Stage, Verify
@@ -78,11 +78,11 @@ def verify_programs(
     around = taken_apart(groups)
     below = set() if inside else {name for target in groups for name in module_names(model, target) if name != target}
     watched = [name for name, _ in model.named_modules() if name not in around and name not in below]
-    found = Found((), "")
+    found, reads = Found((), ""), HostReads(model, around)
     for taken in _rounds(cases):
         batches = [case.batch for case in taken]
         left = LeftMemory([*held_tensors(model), *batches]) if is_few else None
-        expected, kept = plain_forwards(model, watched, batches, returning, numbers, left)
+        expected, kept = plain_forwards(model, watched, batches, returning, numbers, left, reads if is_few else None)
         comparison = _GraphComparison(taken, expected, groups, numbers, left)
         run = GraphRun(
             model,
@@ -97,7 +97,8 @@ def verify_programs(
         comparison.run = run
         with returning():
             comparison.follow(run, watched, model)
-        found = Found(found.kept + kept, found.left or ("" if left is None else left.first))
+        reads.forget()
+        found = Found(found.kept + kept, found.left or reads.first or ("" if left is None else left.first))
     return found
 
 

@@ -71,7 +71,7 @@ def record(
         outside.restore()
         reads.forget()
     program = build_program(model, recorder, encoded, signature_of(batch), groups, reassigned)
-    program.reads = reads.first
+    program.reads = reads.first or recorder.left
     program.readers = frozenset(reads.places)
     return program
 

@@ -42,6 +42,7 @@ class Recorder(TorchFunctionMode):
         side_effects: what the forward does besides calling torch and modules.
         weights: whether it uses weights outside of their targets.
         reads: is shown every torch call.
+        left: where a node uses a number of the code between targets that it was not given; empty where none does.
     """
 
     def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module]) -> None:
@@ -49,7 +50,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         self.builder = GraphBuilder(model)
         self.encoder = Encoder(self.builder)
-        numbers = Numbers(self.builder, self.encoder)
+        numbers = Numbers(self.builder, self.encoder, self._note_number)
         # The one recursion: what a call returns may be an object of the run, and what such an object holds is bound like a result.
         self._objects = SharedObjects(self.builder, self.encoder, bind=lambda node, value: self.binder.bind(node, value))
         self.binder = Binder(self.builder, self.encoder, numbers, adopt=self._objects.adopt)
@@ -63,6 +64,12 @@ class Recorder(TorchFunctionMode):
         self.side_effects = SideEffects(model)
         self.weights = ForeignWeights(model, targets, pauses=False)
         self.reads: Callable[..., None] = lambda *call: None
+        self.left = ""
+
+    def _note_number(self) -> None:
+        """Nodes are given plain numbers; one that remembers where it came from has come another way."""
+        if self._owner is not None and not self.left:
+            self.left = f"{current_place()} uses a number that code between layers has left outside of arguments"
 
     @property
     def inside(self) -> int:

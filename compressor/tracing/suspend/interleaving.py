@@ -20,7 +20,7 @@ from compressor.tracing.footprint import held_tensors
 from compressor.tracing.graph.nodes import one_line
 from compressor.tracing.picking import facts_of, other_content, pick
 from compressor.tracing.proof import Comparison, Difference, Found, OtherNumbers
-from compressor.tracing.reads import LeftMemory
+from compressor.tracing.reads import HostReads, LeftMemory
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.targets.call_order import plain_forwards
 from compressor.tracing.targets.order import Trail
@@ -59,11 +59,12 @@ def check_apart(
         TracingError: the forwards notice each other.
     """
     here = [batch if device is None else batch_to(batch, device) for batch in batches]
-    before = _parameters(model)
+    before, reads = _parameters(model), HostReads(model)
     state = TorchState.current(foreign=True)
     try:
         left = LeftMemory([*held_tensors(model), *here]) if is_few else None
-        expected, kept = plain_forwards(model, targets.keys(), here, returning, numbers, left)
+        expected, kept = plain_forwards(model, targets.keys(), here, returning, numbers, left, reads if is_few else None)
+        reads.forget()
         comparison = _Turns(expected, targets, numbers, left)
         run = SuspendedRun(model, targets, here, on_sample=comparison.begin, keep_outputs=True, trails=trails)
         with returning():
@@ -74,7 +75,7 @@ def check_apart(
         state.restore()
     if swapped:
         raise TracingError(_message(f"its parameter {swapped[0]} stays swapped"))
-    return Found(kept, "" if left is None else left.first)
+    return Found(kept, reads.first or ("" if left is None else left.first))
 
 
 def _parameters(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:

@@ -24,7 +24,7 @@ from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.proof import OtherNumbers, Seen, observe
-from compressor.tracing.reads import ForeignWeights, HostReads, LeftMemory
+from compressor.tracing.reads import ForeignWeights, HostReads, LeftMemory, ReadWatch
 from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
@@ -226,6 +226,7 @@ def plain_forwards(
     returning: Callable[[], AbstractContextManager[None]] = nullcontext,
     numbers: OtherNumbers | None = None,
     left: LeftMemory | None = None,
+    reads: HostReads | None = None,
 ) -> tuple[list[list[Seen]], tuple[str, ...]]:
     """Run plain forwards, each with the state of the model as it is, and note all that modules are given and give back.
 
@@ -236,16 +237,19 @@ def plain_forwards(
         returning: context that puts the model back after a forward.
         numbers: changes what targets compute.
         left: looks at the forwards.
+        reads: look at them, too, more closely than elsewhere.
 
     Returns:
         What was seen of each batch; and the attributes of modules by which the first batch changes what the second one gives.
     """
     expected, changed = [], set()
     for place, batch in enumerate(batches):
-        looking: AbstractContextManager[Any] = nullcontext() if left is None else left
-        if left is not None:
-            left.begin(("alone", place))
-        with returning(), without_traces() as values, nullcontext() if numbers is None else numbers.made(place), looking:
+        with returning(), without_traces() as values, nullcontext() if numbers is None else numbers.made(place), ExitStack() as looking:
+            if left is not None:
+                left.begin(("alone", place))
+                looking.enter_context(left)
+            if reads is not None:
+                looking.enter_context(ReadWatch(reads))
             expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
             changed |= set(values.changed())
     if not changed or len(batches) == 1:

@@ -17,7 +17,7 @@ from compressor.pipelines.offload.activation_store import ActivationStore
 from compressor.tracing import Engine, trace
 
 WIDTH = 4
-BUS: dict[str, Tensor] = {}
+BUS: dict[str, Any] = {}
 FLOOR = 8.0
 
 
@@ -58,6 +58,12 @@ def as_it_is(layer: Any, x: Tensor) -> Tensor:
 def leave(x: Tensor) -> Tensor:
     """Returns what it was given; another tensor stays behind in a global."""
     BUS["over"] = torch.relu(x.abs().max() - FLOOR)
+    return x
+
+
+def count(x: Tensor) -> Tensor:
+    """Leaves a number that the graph engine follows: how many are loud."""
+    BUS["over"] = torch.masked_select(x, x.abs() > FLOOR).numel()
     return x
 
 
@@ -148,7 +154,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
-@pytest.mark.parametrize("leaves", [leave, Leaves(), None], ids=["code", "module", "hook"])
+@pytest.mark.parametrize("leaves", [leave, count, Leaves(), None], ids=["code", "number", "module", "hook"])
 @pytest.mark.parametrize("takes", [None, take], ids=["layer", "code"])
 def test_whoever_leaves_it_the_samples_get_their_own_or_it_is_refused(leaves: Any, takes: Any, engine: Engine) -> None:
     model, given, got = Around(leaves, takes).eval(), batches(), []

@@ -71,6 +71,9 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "equal": lambda x: not torch.equal(x, x.clamp(-2, 2)),
     "a size": lambda x: min(1, x[x.abs() > 2].shape[0]),
     "nonzero": lambda x: min(1, len((x.abs() > 2).nonzero())),
+    "a number of classes": lambda x: nn.functional.one_hot((x.abs() > 2).any(-1).long()).shape[-1] - 1,
+    "an operator": lambda x: torch.ops.aten._local_scalar_dense((x.abs().max() > 2).long()),
+    "a count": lambda x: min(1, x.clamp(2)[0].sub(2).to_sparse()._nnz()),
     "text": lambda x: int(f"{(x.abs().max() > 2).long()}"),
 }
 
