@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from compressor.random_state import foreign_random
 from compressor.tracing.graph.encoder import Encoder
@@ -223,7 +225,7 @@ class SideEffects:
         self.caught: str | None = None
         self._python_random, self._seed = foreign_random(), torch.initial_seed()
         self._versions = {name: (tensor, tensor._version) for name, tensor in _state(model)}
-        self._context = copy_context()
+        self._context, self._modes = copy_context(), _modes()
 
     def check(self) -> None:
         """Refuse a forward that did what a graph cannot repeat.
@@ -256,8 +258,15 @@ class SideEffects:
             Variable and value.
 
         Raises:
-            Refusal: one of them holds a tensor.
+            Refusal: one of them holds a tensor, or a mode of torch is entered around the call.
         """
+        entered = [mode for mode in _modes() if not isinstance(mode, _HARMLESS) and not any(mode is one for one in self._modes)]
+        entered = [mode for mode in entered if not type(mode).__module__.startswith(__package__)]
+        if entered:
+            raise builder.refuse(
+                f"a {type(entered[0]).__name__} (a mode of torch) is entered around the call of a module, where no graph would be in "
+                'it; enter it inside of the module, or use engine="suspend"'
+            )
         found = []
         for variable, value in copy_context().items():
             if self._context.get(variable, _UNSET) is value or isinstance(value, TorchFunctionMode | dict | list | set):
@@ -269,6 +278,13 @@ class SideEffects:
                 )
             found.append((variable, value))
         return tuple(found)
+
+
+_HARMLESS = (DeviceContext,)  # says where tensors are made, which is the same for all batches
+
+
+def _modes() -> list[Any]:
+    return [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
 
 
 def written_in_place(name: str) -> str:

@@ -267,7 +267,7 @@ def noting_values(
         Nothing.
     """
     thread, noted = threading.get_ident(), None if modules is None else WeakSet(modules)
-    plain_set, plain_buffer = nn.Module.__setattr__, nn.Module.register_buffer
+    plain_set, plain_buffer, plain_delete = nn.Module.__setattr__, nn.Module.register_buffer, nn.Module.__delattr__
 
     def belongs(module: nn.Module) -> bool:
         return threading.get_ident() == thread and is_active() and (noted is None or module in noted)
@@ -282,6 +282,11 @@ def noting_values(
             values.note(module, name)
         plain_buffer(module, name, *args, **kwargs)
 
+    def delete(module: nn.Module, name: str) -> None:
+        if belongs(module):
+            values.note(module, name)
+        plain_delete(module, name)
+
     def note_property(module: nn.Module, name: str) -> None:
         if belongs(module):
             values.note(module, name)
@@ -289,9 +294,11 @@ def noting_values(
     with exclusive_patches(), noting_cached_properties(note_property):
         try:
             nn.Module.__setattr__, nn.Module.register_buffer = set_attribute, register_buffer  # type: ignore[method-assign, assignment]
+            nn.Module.__delattr__ = delete  # type: ignore[method-assign]
             yield
         finally:
             nn.Module.__setattr__, nn.Module.register_buffer = plain_set, plain_buffer  # type: ignore[method-assign]
+            nn.Module.__delattr__ = plain_delete  # type: ignore[method-assign]
 
 
 @contextmanager

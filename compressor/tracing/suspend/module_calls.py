@@ -184,9 +184,9 @@ class CallRouter:
         self.values.keep_generators(self._isolated)
         self._hooks_of_model = WeakKeyDictionary({module: frozenset(_hooks(module)) for module in self._model.modules()})
         self._call = nn.Module.__call__
-        plain = {name: getattr(nn.Module, name) for name in ("__call__", "__setattr__", "register_buffer")}
+        plain = {name: getattr(nn.Module, name) for name in ("__call__", "__setattr__", "register_buffer", "__delattr__")}
         try:
-            self._patch(plain["__setattr__"], plain["register_buffer"])
+            self._patch(plain["__setattr__"], plain["register_buffer"], plain["__delattr__"])
             with noting_cached_properties(self._note_value), self._standstill.watching():
                 yield
         finally:
@@ -195,7 +195,7 @@ class CallRouter:
             self.values.undo({})
             _PATCHED.release()
 
-    def _patch(self, plain_set: Callable[..., None], plain_buffer: Callable[..., None]) -> None:
+    def _patch(self, plain_set: Callable[..., None], plain_buffer: Callable[..., None], plain_delete: Callable[..., None]) -> None:
         def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             sample = running_sample()
             if sample is None:
@@ -212,7 +212,12 @@ class CallRouter:
             self._note_value(module, name)
             plain_buffer(module, name, *args, **kwargs)
 
-        for attribute, function in {"__call__": call, "__setattr__": set_attribute, "register_buffer": register_buffer}.items():
+        def delete(module: nn.Module, name: str) -> None:
+            self._note_value(module, name)
+            plain_delete(module, name)
+
+        patches = {"__call__": call, "__setattr__": set_attribute, "register_buffer": register_buffer, "__delattr__": delete}
+        for attribute, function in patches.items():
             setattr(nn.Module, attribute, function)
 
     def _note_value(self, module: nn.Module, name: str) -> None:

@@ -10,11 +10,18 @@ from typing import Any, NoReturn
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch import nn
+from torch import nn, overrides
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
+from torch.utils import _python_dispatch as dispatch
 
 from compressor.data.collate import Batch, batch_to, call_model, copied_batch
 from compressor.tracing.targets.sample_state import ModuleValues, TorchState, View
+
+# Modes of torch that code of Python is called by, which are stacks of the thread: those there are, and how one is put on and taken off.
+_STACKS: tuple[tuple[Any, Any, Any], ...] = (
+    (overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode),
+    (dispatch._get_current_dispatch_mode_stack, dispatch._push_mode, dispatch._pop_mode),
+)
 
 
 class Sample(greenlet):
@@ -71,6 +78,7 @@ class Sample(greenlet):
         self._torch_state = start
         self._foreign = foreign
         self._view: View = {}
+        self._entered_modes: list[list[Any]] = [[] for _ in _STACKS]  # while it is paused: those that it is inside of
         self._outer_inference: Any = None  # while it is paused: the guard under which it left the inference mode that it is in
 
     def run(self) -> Any:
@@ -136,9 +144,14 @@ class Sample(greenlet):
         if self._torch_state is not None:
             self._torch_state.restore()
         self._values.restore(self._view)
+        depths = [len(stack()) for stack, _, _ in _STACKS]
+        for (_, push, _), modes in zip(_STACKS, self._entered_modes, strict=True):
+            for mode in modes:
+                push(mode)
         try:
             yield
         finally:
+            self._entered_modes = [[pop() for _ in stack()[depth:]][::-1] for (stack, _, pop), depth in zip(_STACKS, depths, strict=True)]
             self._torch_state = TorchState.current(foreign=self._foreign)
             self._view = {} if self.dead else self._values.view()
             if torch.is_inference_mode_enabled() != is_inference:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch, call_model
 from compressor.errors import TracingError
@@ -130,3 +131,61 @@ def test_a_cache_of_parametrizations_around_the_run_is_refused(engine: Engine) -
     model, batches = Parametrized(nullcontext, 1).eval(), [{"x": torch.randn(3, WIDTH)}]
     with parametrize.cached(), pytest.raises(TracingError, match=r"weight.original: forward makes something of it once and keeps it"):
         trace(model, batches, ["re:layers[.][0-9]$"], engine=engine)
+
+
+class Adds(TorchFunctionMode):
+    """Adds a number of one sample to what linear layers give."""
+
+    def __init__(self, number: Tensor) -> None:
+        super().__init__()
+        self.number = number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made + self.number if func is nn.functional.linear else made
+
+
+class InMode(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        with Adds(torch.relu(x.max() - 1)):
+            return self.run_layers(x)
+
+
+def test_each_sample_has_its_own_modes() -> None:
+    model, batches = InMode(nullcontext).eval(), [{"x": torch.full((2, WIDTH), size)} for size in (0.5, 0.7, 5.0)]
+    with trace(model, batches, ["Linear"]).run(batches, keep_outputs=True) as run:
+        for stage in run:
+            assert not torch.overrides._get_current_function_mode_stack()
+            stage.propagate()
+    with torch.no_grad():
+        assert all(torch.equal(got, call_model(model, batch)) for got, batch in zip(run.outputs, batches, strict=True))
+    with pytest.raises(TracingError, match=r"a Adds \(a mode of torch\) is entered around the call of a module"):
+        trace(model, batches, ["Linear"], engine="graph")
+
+
+class Replaces(nn.Module):
+    """Deletes its buffer and registers another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("kept", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before: Any = self.kept
+        del self.kept
+        self.register_buffer("kept", before + x.mean(0))
+        return self.lin(x) + self.kept
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_a_buffer_that_is_deleted_and_made_anew_is_the_samples_own(engine: Engine) -> None:
+    model, batches = nn.Sequential(Replaces(), Replaces()).eval(), [(torch.full((2, WIDTH), size),) for size in (0.5, 0.7, 5.0)]
+    with trace(model, batches, ["Replaces"], engine=engine).run(batches, keep_outputs=True) as run:
+        for stage in run:
+            stage.propagate()
+    for got, batch in zip(run.outputs, batches, strict=True):
+        with torch.no_grad():
+            assert torch.equal(got, model(*batch))
+        for layer in model:
+            layer.kept = torch.zeros(WIDTH)
