@@ -29,7 +29,8 @@ class SequentialSettings:
         engine: `graph` replays a recorded graph, `suspend` pauses plain forwards, `auto` takes the graph where it can be had.
         max_variants: recorded graphs at most, for batches that take other ways through the model's Python.
         leaves: functions that are recorded as one node; `package.module:qualified.name`.
-        verify: batches on which the recorded graph is compared with the plain model: `off`, `first` or `all`.
+        verify: batches on which the plan is held against the plain model: none, the first few (all where these are seen to be no proof for
+            the others), or all; what they show is right or refused.
         activation_memory: main memory for what is live between stages, in bytes or as text (`4GB`); None: three quarters of what is free.
         activation_device_memory: the same of a GPU, which is filled first; None: two fifths of what is free.
         offload_dir: folder for what does not fit; None makes that an error.

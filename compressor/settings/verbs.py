@@ -97,7 +97,8 @@ class RecordSettings(Settings):
     leaves: Annotated[Texts, Option("--leaf", metavar="MODULE:FUNCTION", repeats=True)] = ()
     """Function that is recorded as one node; `package.module:qualified.name`."""
     verify: Annotated[Verify, Option()] = "first"
-    """Batches on which the recorded graph is held against the plain model."""
+    """Batches on which the plan is held against the plain model: none, the first few (all where these are seen to be no proof for the
+    others), or all; what they show is right or refused."""
 
 
 class PassSettings(Settings):

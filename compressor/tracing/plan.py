@@ -38,7 +38,7 @@ from compressor.tracing.targets.call_order import observe_trail, plain_forward, 
 from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank
 from compressor.tracing.targets.partition import Partition, partition
 from compressor.tracing.targets.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
-from compressor.tracing.targets.running import Run, RunningStage, Watched
+from compressor.tracing.targets.running import Run, RunningStage, Watched, hooked, hooks_around
 from compressor.tracing.targets.sample_state import TorchState
 from compressor.tracing.targets.store import ValueStore
 from compressor.tracing.traces import Traces
@@ -99,6 +99,7 @@ class Plan:
         self.uncalled: tuple[str, ...] = ()
         self._trails: dict[bytes, Trail] = {}  # by the content of the batch
         self._kept: set[str] = set()
+        self._own_hooks = frozenset(number for module in model.modules() for number in hooks_around(module))
         self._widened, self._left = "", ""  # why all batches take turns; what one left to another where a few did
         self._apart: dict[Any, set[Any]] = {}  # of batches that were run in turns to show that they do not notice each other
         self._stirred = Stirred()  # what forwards change
@@ -160,7 +161,7 @@ class Plan:
             batches: one forward each; need not be those that were traced.
             store: where values wait between stages; None keeps them where they are. The suspend engine keeps them in paused frames.
             device: of the model; None leaves batches where they are.
-            watched: says which modules carry calibration hooks now; None: all that carry hooks.
+            watched: modules that carry calibration hooks, and keep statistics; None: all with hooks, but those from before `trace` keep none.
             on_sample: called with the number of a sample before it runs on.
             quiet: context in which hooks of calibrated targets sleep.
             keep_outputs: keep what the forwards return.
@@ -177,7 +178,8 @@ class Plan:
             TracingError: the engine that was asked for cannot follow these batches.
         """
         batches = as_batches(batches)
-        watched = watched or self._hooked
+        keeping = hooked(self.model, self._own_hooks) if watched is None else None
+        watched = watched or (lambda: hooked(self.model))
         self._notice_changes()
 
         def decide() -> tuple[list[Variant] | None, tuple[Trail, ...]]:
@@ -201,6 +203,7 @@ class Plan:
                 store,
                 device=device,
                 watched=watched,
+                keeping=keeping,
                 on_sample=on_sample,
                 quiet=quiet,
                 keep_outputs=keep_outputs,
@@ -215,6 +218,7 @@ class Plan:
             batches,
             device=device,
             watched=watched,
+            keeping=keeping,
             on_sample=on_sample,
             quiet=quiet,
             keep_outputs=keep_outputs,
@@ -330,10 +334,6 @@ class Plan:
             return 0
         self._graph.verify(chosen, batches, range(len(batches)))
         return len(batches)
-
-    def _hooked(self) -> list[str]:
-        """Name the modules that carry hooks: where nobody says which, those are who look."""
-        return [name for name, module in self.model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
 
     def _plan(self, batches: Sequence[Batch]) -> list[Variant] | None:
         """Give each batch its variant; None where the suspend engine must run them."""
@@ -458,10 +458,10 @@ def trace(
         engine: `graph`, `suspend`, or `auto`: the graph engine where it can follow the model, else the suspend engine.
         max_variants: recorded graphs at most.
         verify: batches on which the plan is compared with the plain model, bit for bit: none, for each recorded graph the first one and
-            those that give each size another value, or other padding, or all. Where the first ones would be no proof for the others
-            (Python reads a value off the data, or catches exceptions), `first` takes all, too. With `auto` a difference is a reason to
-            take the suspend engine, and reported. The suspend engine, but for `off`, runs the batches, chosen likewise, alone and in
-            turns, to show that they do not notice each other.
+            those that give each size another value, or other padding, or all. What these batches show is right or refused. `first` takes
+            all where it sees that the first ones would be no proof for the others (see The proof in the chapter); for what it does not
+            see, take `all`. With `auto` a difference is a reason to take the suspend engine, and reported. The suspend engine, but for
+            `off`, runs the batches, chosen likewise, alone and in turns, to show that they do not notice each other.
         device: of the model; None leaves batches where they are.
         targets_per_stage: targets that follow each other and share a stage; `input`: as many as read the same values. Anything but 1
             needs the graph engine.

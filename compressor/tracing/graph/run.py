@@ -79,6 +79,7 @@ class GraphRun:
         *,
         device: torch.device | None = None,
         watched: Callable[[], Watched] = tuple,
+        keeping: Watched | None = None,
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
@@ -108,6 +109,7 @@ class GraphRun:
         called = {name for stop in self._stops for name in stop.targets}
         self.uncalled = tuple(name for name in groups if name not in called)
         self._store = MemoryStore() if store is None else store
+        self._keeping = keeping
         self._device, self._watched, self._on_sample, self._quiet, self._keep = device, watched, on_sample, quiet, keep_outputs
         self._values = ModuleValues()
         self._views: dict[int, View] = {}
@@ -127,7 +129,8 @@ class GraphRun:
     def __enter__(self) -> Self:
         """Patch nn.Module, so that what samples set on modules is kept apart."""
         # What hooks keep on the modules that they hang on, or below, are statistics of all samples and not values of one.
-        hooked = {below for name in self._watched() for below in self.model.get_submodule(name).modules()}
+        keeping = self._watched() if self._keeping is None else self._keeping
+        hooked = {below for name in keeping for below in self.model.get_submodule(name).modules()}
         others = [module for module in self.model.modules() if module not in hooked]
         self._is_open = True
         self._cleanup.enter_context(self._traces)

@@ -110,6 +110,7 @@ class SuspendedRun:
         *,
         device: torch.device | None = None,
         watched: Callable[[], Watched] = tuple,
+        keeping: Watched | None = None,
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
@@ -126,6 +127,7 @@ class SuspendedRun:
             batches: one forward each.
             device: of the model; None leaves batches where they are.
             watched: says which modules carry calibration hooks now.
+            keeping: modules on which, or below, hooks keep statistics of all samples; None: the watched ones.
             on_sample: called with the number of a sample before it runs on, for what depends on the batch.
             quiet: context in which a target that has been calibrated is propagated, with hooks asleep.
             keep_outputs: keep what the forwards return.
@@ -140,7 +142,7 @@ class SuspendedRun:
         self._traces = traces or Traces(model, Stirred())
         self.outputs: list[Any] = [None] * len(batches)
         self._rank = merged_rank(trails, {name: rank for rank, name in enumerate(targets)})
-        self._router = CallRouter(model, targets, quiet)
+        self._router = CallRouter(model, targets, quiet, watched() if keeping is None else keeping)
         self._router.repeated = repeated(trails)
         self._router.foreign = any(trail.foreign_random for trail in trails)
         self._replays = Replays(self._router, batches, device, quiet) if self._router.repeated else None

@@ -21,6 +21,7 @@ from compressor.random_state import RandomState
 from compressor.tracing.suspend.paused_forward import Sample, running_sample
 from compressor.tracing.suspend.standstill import StandstillWatch
 from compressor.tracing.targets.order import missed_call
+from compressor.tracing.targets.running import hooks_around
 from compressor.tracing.targets.sample_state import ModuleValues, copy_arguments, noting_cached_properties, run_shielded
 
 # Targets that are called repeatedly can be calibrated only if the weights of finished targets stay as the samples met them.
@@ -95,8 +96,15 @@ class CallRouter:
         weights: of the repeated targets' runs: what may not change any more.
     """
 
-    def __init__(self, model: nn.Module, targets: Collection[str], quiet: Callable[[], AbstractContextManager[None]]) -> None:
-        """Learn the targets, by dotted names; nothing is patched yet. `quiet` is where a calibrated target is called for real."""
+    def __init__(
+        self, model: nn.Module, targets: Collection[str], quiet: Callable[[], AbstractContextManager[None]], keeping: Collection[str]
+    ) -> None:
+        """Learn the targets, by dotted names; nothing is patched yet.
+
+        A calibrated target is called for real in `quiet`. What hooks store on the modules in `keeping`, or on observers below them, are
+        statistics of all samples, not values of one.
+        """
+        self._keeping = keeping
         self.repeated: frozenset[str] = frozenset()
         self.foreign = False
         self.advancing: Sample | None = None
@@ -178,11 +186,10 @@ class CallRouter:
         """
         if not _PATCHED.acquire(blocking=False):
             raise TracingError("suspend: another suspended run is open in this process; end it before starting one")
-        # What hooks store on hooked modules, or on observers below them, are statistics of all samples, not values of one.
-        hooked = {below for module in self._watched_names for below in module.modules()}
+        hooked = {below for name in self._keeping for below in self._model.get_submodule(name).modules()}
         self._isolated = WeakSet(module for module in self._model.modules() if module not in hooked)
         self.values.keep_generators(self._isolated)
-        self._hooks_of_model = WeakKeyDictionary({module: frozenset(_hooks(module)) for module in self._model.modules()})
+        self._hooks_of_model = WeakKeyDictionary({module: hooks_around(module) for module in self._model.modules()})
         self._call = nn.Module.__call__
         plain = {name: getattr(nn.Module, name) for name in ("__call__", "__setattr__", "register_buffer", "__delattr__")}
         try:
@@ -364,12 +371,6 @@ def _raised_at(error: Exception) -> tuple[object, int]:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return (None, 0) if trace is None else (trace.tb_frame.f_code, trace.tb_lineno)
-
-
-def _hooks(module: nn.Module) -> Iterator[int]:
-    """The numbers of the hooks around a module's forward; torch gives each number once in a process."""
-    yield from module._forward_pre_hooks
-    yield from module._forward_hooks
 
 
 @contextlib.contextmanager

@@ -10,6 +10,31 @@ from torch import nn
 Watched = Collection[str]  # dotted names of the modules that carry calibration hooks
 
 
+def hooks_around(module: nn.Module) -> frozenset[int]:
+    """List the hooks around a module's forward.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Their numbers; torch gives each number once in a process.
+    """
+    return frozenset((*module._forward_pre_hooks, *module._forward_hooks))
+
+
+def hooked(model: nn.Module, but: Collection[int] = ()) -> list[str]:
+    """Name the modules that carry hooks: where nobody says which, those are who look.
+
+    Args:
+        model: the model.
+        but: numbers of hooks that do not count.
+
+    Returns:
+        Dotted names.
+    """
+    return [name for name, module in model.named_modules() if not hooks_around(module) <= frozenset(but)]
+
+
 class RunningStage(Protocol):
     """One stop of a run; both engines give it: `calibrate`, then compress what lies inside, then `propagate`."""
 

@@ -174,3 +174,19 @@ def test_whoever_leaves_it_the_samples_get_their_own_or_it_is_refused(leaves: An
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
 def test_memory_of_its_own_costs_no_wider_proof(engine: Engine) -> None:
     assert "all batches" not in run(Model(as_it_is, around=False), ["Layer"], engine).report()
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_what_a_hook_of_the_model_keeps_on_a_module_is_the_samples_own(engine: Engine) -> None:
+    model, given = Model(as_it_is, around=False).eval(), batches()
+    first, last = model.layers[0], model.layers[2]
+    first.register_forward_pre_hook(lambda layer, args: setattr(layer, "held", torch.relu(args[0].abs().max() - FLOOR)))
+    vars(last)["way"] = lambda layer, x: x - first.held
+    with trace(model, given, ["Layer"], engine=engine).run(given, keep_outputs=True) as running:
+        for stage in running:
+            hook = stage.module.register_forward_pre_hook(lambda layer, args: setattr(layer, "seen", args[0]))
+            stage.calibrate()
+            hook.remove()
+            stage.propagate()
+    with torch.no_grad():
+        assert all(torch.equal(got, model(*batch)) for got, batch in zip(running.outputs, given, strict=True))
