@@ -25,7 +25,6 @@ from compressor.numerics.formats import FLOAT_LAYOUTS
 _TILE = 8  # rows of one program
 _WARP_ELEMENTS = 1024  # errors of one warp: 32 registers of each thread; with 64 the compiler begins to spill
 _MOST_WARPS = 8
-_STAGES = 3  # columns on their way to the program at once
 # What the first launch may raise, which takes the machine's C compiler and a GPU that Triton knows.
 CANNOT_LAUNCH = (OSError, RuntimeError, subprocess.SubprocessError, TritonError)
 
@@ -77,13 +76,13 @@ def _on_grid(
 def _round_rows(
     T: tl.tensor, E: tl.tensor, codes: tl.tensor, loss: tl.tensor, C: tl.tensor, diag: tl.tensor, scale: tl.tensor, zero: tl.tensor,
     gone: tl.tensor, group: tl.tensor, columns: tl.tensor, rows: tl.tensor, LOW: tl.constexpr, HIGH: tl.constexpr,
-    SMALLEST: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    SMALLEST: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One block of columns, for one tile of rows; `group` tells the row of `scale` and `zero`."""
     r, j = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, B)
     inside = r < rows
     E_BT, total, z = tl.zeros((B, TILE), tl.float32), tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
-    for k in tl.range(0, columns, num_stages=STAGES):
+    for k in range(columns):
         place = tl.cast(k, tl.int64) * rows + r
         own = tl.load(group + k) * rows + r
         shares = tl.load(C + k * columns + j, mask=j < k, other=0.0)
@@ -110,7 +109,6 @@ def _search_rows(
     W: tl.tensor, C: tl.tensor, diag: tl.tensor, scale: tl.tensor, zero: tl.tensor, gone: tl.tensor, multiples: tl.tensor,
     places: tl.tensor, counts: tl.tensor, candidates: tl.tensor, columns: tl.tensor, rows: tl.tensor, LOW: tl.constexpr,
     HIGH: tl.constexpr, SMALLEST: tl.constexpr, STEP: tl.constexpr, DTYPE: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr,
 ) -> None:  # fmt: skip
     """One group, of the `columns` at most at `places`, for one tile of rows: `scale` becomes its best multiple."""
     r, j, group = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, B), tl.program_id(1).to(tl.int64)
@@ -122,7 +120,7 @@ def _search_rows(
     for p in range(candidates):
         s = _stored(tl.load(multiples + p) * observed, DTYPE)
         E_BT, total = tl.zeros((B, TILE), tl.float32), tl.zeros((TILE,), tl.float32)
-        for k in tl.range(0, count, num_stages=STAGES):
+        for k in range(count):
             column = tl.load(places + group * columns + k)
             place = column * rows + r
             shares = tl.load(C + (group * columns + k) * columns + j, mask=j < k, other=0.0)
@@ -221,7 +219,7 @@ def _shape(columns: int) -> dict[str, Any]:
     padded = triton.next_power_of_2(columns)
     tile = min(_TILE, max(1, _MOST_WARPS * _WARP_ELEMENTS // padded))
     warps = min(_MOST_WARPS, max(1, padded * tile // _WARP_ELEMENTS))
-    return {"B": padded, "TILE": tile, "STAGES": _STAGES, "num_warps": warps, "enable_fp_fusion": False}
+    return {"B": padded, "TILE": tile, "num_warps": warps, "enable_fp_fusion": False}
 
 
 def _constants(columns: Columns) -> dict[str, Any]:
