@@ -161,8 +161,7 @@ class Plan:
             batches: one forward each; need not be those that were traced.
             store: where values wait between stages; None keeps them where they are. The suspend engine keeps them in paused frames.
             device: of the model; None leaves batches where they are.
-            watched: modules that carry calibration hooks, and keep statistics; None: all with hooks, but those from before `trace`
-                keep none.
+            watched: modules with calibration hooks, which keep statistics; None: all with hooks, but those from before `trace` keep none.
             on_sample: called with the number of a sample before it runs on.
             quiet: context in which hooks of calibrated targets sleep.
             keep_outputs: keep what the forwards return.
