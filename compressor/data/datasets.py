@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from compressor.data.collate import TOKENS_AT_ONCE, Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
+from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
 from compressor.data.encode import NO_LIMIT, Tokens, encode_row
 from compressor.data.rows import TEXT_COLUMN, Row, check_columns, read_rows
 from compressor.data.user_code import read_through
@@ -74,7 +74,6 @@ def load_dataset_source(
     max_positions: int | None = None,
     inputs: Collection[str] = (),
     concatenate: bool = False,
-    tokens_at_once: int = TOKENS_AT_ONCE,
 ) -> CalibrationData:
     """Read calibration data.
 
@@ -86,7 +85,7 @@ def load_dataset_source(
         num_calibration_samples: samples to take; fewer where the source ends. Of a DataLoader whole batches are taken until there are
             so many.
         max_seq_length: tokens kept of a sample; by default as many as the model takes, at most 2048.
-        batch_size: samples in a batch; a DataLoader has its own. None: equally long ones together, up to `tokens_at_once`.
+        batch_size: samples in a batch; a DataLoader has its own. None: equally long ones together, up to 2048 tokens.
         text_column: column of the text; a column `input_ids` goes before it, columns `messages` and `conversations` after it.
         shuffle: draw the samples with `seed` instead of taking the first ones.
         seed: for `shuffle`.
@@ -94,7 +93,6 @@ def load_dataset_source(
         inputs: further inputs of the model (`input_columns`); rows that hold one are refused, for they are fed as token ids alone.
         concatenate: join the samples and cut them into sequences of `max_seq_length` tokens, of which `num_calibration_samples` are
             taken; what is left at the end and fills none is left out.
-        tokens_at_once: of a batch whose size nobody says.
 
     Returns:
         At least one batch.
@@ -130,7 +128,7 @@ def load_dataset_source(
         raise DatasetError(f"{_label(source)}: {found}; give texts or token ids")
     pad_id = getattr(tokenizer, "pad_token_id", None)
     ids, counted = [row.ids for row in rows], [row.counted for row in rows]
-    batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted, tokens_at_once=tokens_at_once)
+    batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted)
     num_tokens = sum(row.num_counted for row in rows)
     return CalibrationData(batches, masks, hash_rows(ids, counted), len(rows), num_tokens, num_dropped)
 

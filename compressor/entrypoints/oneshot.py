@@ -31,7 +31,6 @@ from compressor.data import (
     max_positions,
     open_source,
 )
-from compressor.data.collate import TOKENS_AT_ONCE, TOKENS_AT_ONCE_ON_A_GPU
 from compressor.distributed.ranks import Ranks, joined
 from compressor.errors import DatasetError, ModelError, RecipeError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
@@ -179,11 +178,11 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
         ):
             first = any(modifier.reshapes for modifier in parsed.modifiers)
             if first:  # else what the recipe says is held against the model before any data is read
-                state.data = _read(settings, loaded, words, state.device)
+                state.data = _read(settings, loaded, words)
             untouched = _initialize(session, experts, settings.calibrate_all_experts, place)
             sequential = replace(sequential, targets=expert_targets(loaded.model, state.claims, chosen, sequential.targets))
             if chosen != "data_free" and not first:
-                state.data = _read(settings, loaded, words, state.device)
+                state.data = _read(settings, loaded, words)
             data = state.data
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
@@ -444,7 +443,7 @@ def _refuse_reading(settings: OneshotSettings) -> None:
             raise DatasetError(f"{name}: {value!r} was given without a dataset to read, and no modifier needs one; leave it out")
 
 
-def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words, device: torch.device) -> CalibrationData:
+def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words) -> CalibrationData:
     model, tokenizer = loaded.model, words.reader or loaded.tokenizer
     shuffle = settings.shuffle_calibration_samples
     chosen = DataSettings.of(settings)
@@ -464,7 +463,6 @@ def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words, device:
         max_positions=max_positions(model),
         inputs=input_columns(model),
         concatenate=settings.concatenate_data,
-        tokens_at_once=TOKENS_AT_ONCE if device.type == "cpu" else TOKENS_AT_ONCE_ON_A_GPU,
     )
     check_vocabulary(data, model)
     return data

@@ -200,13 +200,12 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     elif dtype != "auto":
         skeleton = skeleton.to(resolve_dtype(dtype))
     length = chosen_length(settings.max_seq_length, max_positions(skeleton))
+    batches, of_all = (Batches.of(settings.num_calibration_samples, length, settings.batch_size, ranks) for ranks in (settings.ranks, 1))
     run_device = resolve_device(settings.device)
-    on_gpu = run_device.type != "cpu" or device_bytes is not None
-    asked = (settings.num_calibration_samples, length, settings.batch_size)
-    batches, of_all = (Batches.of(*asked, ranks, on_gpu=on_gpu) for ranks in (settings.ranks, 1))
     with unfused_experts(skeleton, hold=True) as experts:
         try:
             speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
+            on_gpu = run_device.type != "cpu" or device_bytes is not None
             keeps_float = not on_gpu or isinstance(model, nn.Module)
             setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
             if not isinstance(model, nn.Module):  # on a GPU the next layer is on its way

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.algorithms.costs import Cost, rounding_cost
-from compressor.data.collate import TOKENS_AT_ONCE, TOKENS_AT_ONCE_ON_A_GPU
+from compressor.data.collate import TOKENS_AT_ONCE
 from compressor.lifecycle import PlannedModule
 from compressor.model.targets import outward
 from compressor.numerics import QuantizationScheme
@@ -60,7 +60,7 @@ class Batches:
     ranks: int = 1
 
     @staticmethod
-    def of(num_samples: int, num_tokens: int, batch_size: int | None, ranks: int = 1, *, on_gpu: bool = False) -> Batches:
+    def of(num_samples: int, num_tokens: int, batch_size: int | None, ranks: int = 1) -> Batches:
         """Take as many sequences into a batch as a run would.
 
         Args:
@@ -68,12 +68,11 @@ class Batches:
             num_tokens: of each.
             batch_size: what the user asked for; None leaves it to the run.
             ranks: processes that share them.
-            on_gpu: whether the run is on one.
 
         Returns:
             The batches.
         """
-        size = batch_size or max(1, (TOKENS_AT_ONCE_ON_A_GPU if on_gpu else TOKENS_AT_ONCE) // num_tokens)
+        size = batch_size or max(1, TOKENS_AT_ONCE // num_tokens)
         own = -(-num_samples // ranks)
         return Batches(own, num_tokens, min(size, own), ranks)
 

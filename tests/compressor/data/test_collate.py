@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compressor.data.collate import TOKENS_AT_ONCE, TOKENS_AT_ONCE_ON_A_GPU, collate
+from compressor.data.collate import TOKENS_AT_ONCE, collate
 
 
 def rows(*lengths: int) -> list[torch.Tensor]:
@@ -23,5 +23,3 @@ def test_a_batch_stays_below_the_limit_and_holds_at_least_one_row() -> None:
     assert [len(batch["input_ids"]) for batch in batches if isinstance(batch, dict)] == [4, 4, 1]
     batches, _ = collate(rows(TOKENS_AT_ONCE * 2, TOKENS_AT_ONCE * 2), None, pad_id=0)
     assert len(batches) == 2
-    batches, _ = collate(rows(*[TOKENS_AT_ONCE] * 9), None, pad_id=0, tokens_at_once=TOKENS_AT_ONCE_ON_A_GPU)
-    assert [len(batch["input_ids"]) for batch in batches if isinstance(batch, dict)] == [4, 4, 1]

@@ -19,7 +19,6 @@ from compressor.errors import TargetError, UserInputError
 from compressor.pipelines import stage_targets
 from compressor.planning import Plan, plan, planner
 from compressor.planning.estimate import Speed, fit_into, measure_speed
-from compressor.planning.workload import Batches
 
 RECIPE = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
 NO_HEAD = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "scheme": "W4A16"}}}}
@@ -277,7 +276,6 @@ def test_options_show(folder: Path) -> None:
     assert make(folder, dtype="float32").estimate.model_bytes == pytest.approx(2 * plain.estimate.model_bytes, rel=1e-3)
     assert layer(make(folder, engine="suspend")).activations_bytes > layer(plain).activations_bytes
     assert more.seconds > plain.estimate.seconds and more.peak_bytes > plain.estimate.peak_bytes
-    assert Batches.of(64, 1024, None).batch_size == 2 and Batches.of(64, 1024, None, on_gpu=True).batch_size == 8
     small, large = make(folder, batch_size=1), make(folder, batch_size=64)
     assert small.estimate.stages[0].temporaries_bytes < large.estimate.stages[0].temporaries_bytes
     granted = make(folder, batch_size=8, activation_memory="200kB").estimate
