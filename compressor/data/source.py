@@ -279,7 +279,7 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> 
 
         _refuse(settings, "this folder holds one dataset as save_to_disk wrote it", _LOADING)
         return load_from_disk(str(path))
-    is_name = isinstance(source, str) and not is_file and not is_folder and _HUB_NAME.match(source) and suffix not in _BUILDERS
+    is_name = isinstance(source, str) and not is_there(path) and _HUB_NAME.match(source) and suffix not in _BUILDERS
     if is_folder or is_name:
         return _loaded(str(source), settings, str(source))
     if isinstance(source, str) and not is_there(path) and not suffix and path.name == source:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +267,23 @@ def test_a_bad_file_is_named_with_its_line(name: str, tmp_path: Path, tokenizer:
         (tmp_path / name).write_text(content)
     with pytest.raises(DatasetError, match=message):
         load_dataset_source(tmp_path / name, tokenizer=tokenizer)
+
+
+def make_socket(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, make_socket])
+@pytest.mark.parametrize("name", ["rows/data", "rows/data.jsonl"])
+def test_what_is_there_and_no_regular_file_is_no_name_on_the_hub(
+    make: Any, name: str, tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows").mkdir()
+    make(name)
+    with pytest.raises(DatasetError, match=f"^{name}: this is no regular file but a pipe, a socket or a device; write the rows to a file"):
+        load_dataset_source(name, tokenizer=tokenizer)
 
 
 def test_a_byte_order_mark_and_capitals_in_the_extension_are_ordinary(tmp_path: Path, tokenizer: Any) -> None:
