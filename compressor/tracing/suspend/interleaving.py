@@ -132,7 +132,8 @@ class _Turns(Comparison):
 def _message(what: str) -> str:
     return (
         f"suspend: forwards that take turns do not give what each gives alone ({what}), so the model hands something on outside of "
-        "arguments and module attributes (a global, an object or a generator in it, a list, a class, swapped parameters); hand it on as "
+        "arguments and module attributes (a global, an object or a generator in it, a list, a class, swapped parameters), or in one "
+        "that is True or False, which counts as set-up and outlives a forward; hand it on as "
         'an argument, or use pipeline="basic"'
     )
 
