@@ -26,7 +26,8 @@ from harness.onnx_graph.census.projections import Projection, find_projection
 from harness.onnx_graph.census.score_axes import ScoreAxes
 from harness.onnx_graph.census.streams import BlockPlace, Streams, block_places, find_unread
 from harness.onnx_graph.graph.constants import Constants
-from harness.onnx_graph.graph.view import GraphView, domain, label, load_graph
+from harness.onnx_graph.graph.reading import load_graph
+from harness.onnx_graph.graph.view import GraphView, domain, label
 from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict
 

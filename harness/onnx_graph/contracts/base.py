@@ -19,7 +19,7 @@ from compressor.errors import UserInputError
 from harness.errors import ContractViolation
 from harness.onnx_graph.census.baseline import Baseline, counterparts, take_baseline
 from harness.onnx_graph.census.census import Block, Census, census
-from harness.onnx_graph.graph.view import read_proto
+from harness.onnx_graph.graph.reading import read_graph
 from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict
 
@@ -187,7 +187,7 @@ class Contract(ABC):
         Raises:
             UserInputError: one of the models cannot be read.
         """
-        pair = Pair(_proto(before), _proto(after), module)
+        pair = Pair(read_graph(before), read_graph(after), module)
         found = tuple(finding for part in self.parts for finding in part.findings(pair))
         return ContractResult(tuple(part.name for part in self.parts), found, tuple(pair.notes))
 
@@ -240,7 +240,3 @@ class AllOf(Contract):
             Their findings, one part after the other.
         """
         return [finding for part in self._parts for finding in part.findings(pair)]
-
-
-def _proto(source: Any) -> onnx.ModelProto:
-    return source if isinstance(source, onnx.ModelProto) else read_proto(source)

@@ -22,8 +22,9 @@ from harness.onnx_graph.graph.drawn_inputs import (
     resized_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables
+from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
-from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS, load_graph
+from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS
 
 
 class AllowedDomains(Contract):

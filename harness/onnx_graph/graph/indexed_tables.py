@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from harness.onnx_graph.graph.view import DATA_INPUTS, inlined
+from harness.onnx_graph.graph.reading import inlined
+from harness.onnx_graph.graph.view import DATA_INPUTS
 
 _MOVES = frozenset(
     {

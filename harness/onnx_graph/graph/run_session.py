@@ -16,7 +16,8 @@ import onnx_ir as ir
 from compressor.errors import UserInputError
 from harness.errors import HarnessError
 from harness.onnx_graph.graph.constants import Constants
-from harness.onnx_graph.graph.view import RANDOM, GraphView, label, load_graph
+from harness.onnx_graph.graph.reading import load_graph
+from harness.onnx_graph.graph.view import RANDOM, GraphView, label
 from harness.reporting.text import plain_text
 
 # How close two arrays are, in the one measure that limits are stated in.

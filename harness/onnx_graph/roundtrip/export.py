@@ -31,8 +31,8 @@ from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.nn.experts import UnfusedExperts
 from compressor.spelling import did_you_mean
 from harness.errors import HarnessError
+from harness.onnx_graph.graph.reading import read_proto
 from harness.onnx_graph.graph.run_session import POLICIES, run_graph, sqnr_db
-from harness.onnx_graph.graph.view import read_proto
 from harness.onnx_graph.skips.passes import native_output
 from harness.reporting.text import plain_text
 

@@ -15,8 +15,8 @@ from compressor.errors import CompressorError, UserInputError
 from harness.errors import ContractViolation
 from harness.onnx_graph.contracts.base import Contract, ContractResult, Finding, Holding
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
+from harness.onnx_graph.graph.reading import load_graph, read_graph
 from harness.onnx_graph.graph.run_session import POLICIES, OutputRow, compare_outputs
-from harness.onnx_graph.graph.view import load_graph, read_proto
 from harness.onnx_graph.roundtrip.optimizers import find_optimizer, run_optimizer
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def onnx_roundtrip(
                 raise UserInputError(
                     f"{name}: {value} was given for a graph, which is exported already; leave it out, or give a checkpoint"
                 )
-        graph = model if isinstance(model, onnx.ModelProto) else read_proto(model)
+        graph = read_graph(model)
         return RoundTrip({"file": lambda: Exported(graph, None, None, "file")})
     if isinstance(model, str | Path) and is_quantized(model):
         if opset not in (None, OPSET):

@@ -17,7 +17,8 @@ from harness.onnx_graph.census.baseline import describe
 from harness.onnx_graph.census.block_picture import picture_of, to_svg
 from harness.onnx_graph.census.census import Block, Census, census
 from harness.onnx_graph.contracts.base import Holding
-from harness.onnx_graph.graph.view import GraphView, load_graph
+from harness.onnx_graph.graph.reading import load_graph
+from harness.onnx_graph.graph.view import GraphView
 from harness.onnx_graph.roundtrip.matrix import RoundTrip, RoundTripRow
 from harness.onnx_graph.skips.passes import effective_passes, installed_backends
 from harness.reporting.junit import to_junit

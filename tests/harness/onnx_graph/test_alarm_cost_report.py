@@ -17,7 +17,8 @@ from harness.errors import HarnessError
 from harness.onnx_graph.census.block_picture import picture_of, to_dot, to_svg
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.contracts.roles import SeparateQKV
-from harness.onnx_graph.graph.view import GraphView, load_graph
+from harness.onnx_graph.graph.reading import load_graph
+from harness.onnx_graph.graph.view import GraphView
 from harness.onnx_graph.roundtrip import pass_list_check
 from harness.onnx_graph.roundtrip.fusing_cost import fusing_cost, summary
 from harness.onnx_graph.roundtrip.optimizers import optimize

@@ -15,7 +15,8 @@ from harness.onnx_graph.census.block_picture import picture_of
 from harness.onnx_graph.census.census import Census, census
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.registry import contract_from_names
-from harness.onnx_graph.graph.view import GraphView, load_graph
+from harness.onnx_graph.graph.reading import load_graph
+from harness.onnx_graph.graph.view import GraphView
 
 WIDTH, LENGTH = 8, 5
 ROLES = contract_from_names("separate-qkv,same-block-count,role-weights")

@@ -17,7 +17,8 @@ from harness.onnx_graph.census.projections import find_projection
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.roles import RoleWeights, SameBlockCount, SeparateQKV
 from harness.onnx_graph.graph.constants import Constants
-from harness.onnx_graph.graph.view import GraphView, load_graph
+from harness.onnx_graph.graph.reading import load_graph
+from harness.onnx_graph.graph.view import GraphView
 from harness.onnx_graph.roundtrip.export import EXPORTERS, export
 from harness.onnx_graph.roundtrip.optimizers import optimize
 

@@ -1,0 +1,286 @@
+"""Models as they are read: whole, and in the order in which they can run, or refused under the name of their file.
+
+Is every value computed before it is used, does every tensor have the bytes that it says, and every operator what it needs? Walks along a
+graph rely on that, and onnx's own reader does not ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.inliner import inline_local_functions
+
+from compressor.errors import UserInputError
+
+
+def read_proto(source: Any) -> onnx.ModelProto:
+    """Read a model with its external data.
+
+    Args:
+        source: path or serialized bytes.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserInputError: the file is missing, is no ONNX model, is truncated, or its external data is.
+    """
+    from google.protobuf.message import DecodeError
+    from onnx.checker import ValidationError
+
+    where = _name(source)
+    if not isinstance(source, bytes) and not Path(source).is_file():
+        raise UserInputError(f"{where}: {_what_else(Path(source))}; give an .onnx file")
+    try:
+        proto = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
+    except DecodeError as error:
+        raise UserInputError(f"{where}: this is no ONNX model, or a truncated one ({error}); export it again") from error
+    except (ValidationError, OSError, ValueError) as error:
+        said = str(error).rstrip(".")
+        raise UserInputError(
+            f"{where}: the model or its external data cannot be read: {said}; keep both in one folder, as files and not as links to them "
+            "(`cp -L` follows links)"
+        ) from error
+    if not proto.HasField("graph"):
+        raise UserInputError(f"{where}: this is no ONNX model, for it holds no graph; give the .onnx file")
+    return proto
+
+
+def _what_else(path: Path) -> str:
+    if path.is_dir():
+        return "this is a folder"
+    return (
+        "this is a pipe or a device, and external data are looked for beside a file" if path.exists() else "there is no such file or folder"
+    )
+
+
+def read_graph(source: Any) -> onnx.ModelProto:
+    """Read a model, and refuse one that no program can run.
+
+    Args:
+        source: path or serialized bytes; or a ModelProto, which is returned as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        UserInputError: as `load_graph` does.
+    """
+    if isinstance(source, onnx.ModelProto):
+        return source
+    proto = read_proto(source)
+    _loaded(proto, _name(source))
+    return proto
+
+
+def load_graph(source: Any) -> ir.Model:
+    """Read a model and inline its local functions, so that what they hide is seen.
+
+    Args:
+        source: path, serialized bytes, ModelProto or onnx_ir Model.
+
+    Returns:
+        The model as onnx_ir; a ModelProto that was given is not modified.
+
+    Raises:
+        UserInputError: not an ONNX file, truncated, external data missing, empty, out of order, or of sizes that do not fit.
+    """
+    if isinstance(source, ir.Model):
+        return source
+    return _loaded(source if isinstance(source, onnx.ModelProto) else read_proto(source), _name(source))
+
+
+def _name(source: Any) -> str:
+    """What errors call a model: its file; what is in memory has no name."""
+    return str(source) if isinstance(source, str | Path) else "graph"
+
+
+def _loaded(proto: onnx.ModelProto, file: str) -> ir.Model:
+    if not proto.graph.node or not proto.graph.output:
+        lacks = "node" if not proto.graph.node else "output"
+        raise UserInputError(f"{file}: the model holds no {lacks}, so there is nothing to analyse; give an exported model")
+    if proto.graph.sparse_initializer:
+        proto = _dense(proto, file)
+    if proto.functions:
+        proto = inlined(proto, file)
+    _check_order(proto, file)
+    _check_sizes(proto, file)
+    _check_operators(proto.graph, _check_versions(proto, file), file)
+    try:
+        return ir.from_proto(proto)
+    except ir.serde.SerdeError as error:
+        raise UserInputError(f"{file}: the model is not valid ({error.__cause__ or error}); check it with onnx.checker") from error
+
+
+def inlined(proto: onnx.ModelProto, file: str = "graph") -> onnx.ModelProto:
+    """Write the local functions of a model out where they are called.
+
+    Args:
+        proto: not modified.
+        file: where it is from, for errors.
+
+    Returns:
+        A model without local functions.
+
+    Raises:
+        UserInputError: the functions are not valid.
+    """
+    from onnx.checker import ValidationError
+
+    try:
+        return inline_local_functions(proto)
+    except (ValidationError, RuntimeError) as error:  # the inliner's own assertions
+        raise UserInputError(f"{file}: its local functions cannot be inlined ({error}); check it with onnx.checker") from error
+
+
+def _check_order(proto: onnx.ModelProto, file: str) -> None:
+    """Refuse a graph in which a value is used or given out before a node computes it, or by none."""
+    if not proto.opset_import:
+        raise UserInputError(f"{file}: it does not say which version of the operators it uses (opset_import is empty); export it again")
+    _check_values(proto.graph, frozenset(), file)
+
+
+def _check_values(graph: onnx.GraphProto, around: Set[str], file: str) -> None:
+    known = {*around, *(one.name for one in graph.input), *(one.name for one in graph.initializer)}
+    known.update(one.values.name for one in graph.sparse_initializer)
+    for node in graph.node:
+        where = f"{node.op_type} {node.name or next(iter(node.output), '')}".strip()
+        for name in node.input:
+            if name and name not in known:
+                raise UserInputError(f"{file}: {where} uses {name!r}, {_why(graph, name)}")
+        if not any(node.output):
+            raise UserInputError(f"{file}: {where} has no output; export it again")
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                _check_values(inner, known, file)
+        known.update(node.output)
+    for one in graph.output:
+        if one.name not in known:
+            raise UserInputError(f"{file}: its output is {one.name!r}, {_why(graph, one.name)}")
+
+
+def _why(graph: onnx.GraphProto, name: str) -> str:
+    if any(name in node.output for node in graph.node):
+        return "which is computed later: its nodes are out of order, or run in a circle; sort them"
+    return "which nothing computes; export it again"
+
+
+_PACKED_BITS = {
+    getattr(onnx.TensorProto, name): bits
+    for name, bits in {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}.items()
+    if hasattr(onnx.TensorProto, name)
+}
+
+
+def _check_sizes(proto: onnx.ModelProto, file: str) -> None:
+    """Tensors have as many bytes as they say; what is read later relies on it."""
+    for tensor in proto.graph.initializer:
+        bits = _bits(tensor, file)
+        wanted = -(-math.prod(tensor.dims) * bits // 8)
+        if min(tensor.dims, default=0) < 0 or (tensor.HasField("raw_data") and len(tensor.raw_data) != wanted):
+            held = f"{list(tensor.dims)} of {bits} bits, and {len(tensor.raw_data)} bytes"
+            raise UserInputError(f"{file}: initializer {tensor.name} says {held}, which do not fit; export the model again")
+
+
+_UNNAMED = "com.microsoft"
+"""The domain whose version onnxruntime does not ask for, and its optimizer of transformers leaves out in memory."""
+
+
+def _check_operators(graph: onnx.GraphProto, versions: Mapping[str, int], file: str) -> None:
+    """Operators have the inputs and attributes that they need, of the types that they need; what is read later relies on it."""
+    for node in graph.node:
+        where = f"{file}: {node.op_type} {node.name or next(iter(node.output), '')}".strip()
+        name = "" if node.domain == "ai.onnx" else node.domain
+        if name not in versions and name != _UNNAMED:
+            raise UserInputError(f"{where} is of domain {name!r}, of which no version is named (opset_import); export the model again")
+        if wrong := _misuse(node, name, versions.get(name, 1)):
+            raise UserInputError(f"{where} {wrong}; export the model again")
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                _check_operators(inner, versions, file)
+
+
+_READ_NUMBERS = {"MatMulNBits": {"K": range(1, 1 << 31), "N": range(1, 1 << 31), "bits": (2, 4, 8), "block_size": range(16, 1 << 31)}}
+"""Attributes that are read of operators that onnx has no schema of, and the numbers that they may be (source: ContribOperators.md)."""
+
+
+def _misuse(node: onnx.NodeProto, domain: str, version: int) -> str:
+    """Say in words how a node breaks its operator's definition; nothing where it does not, or onnx has none."""
+    given = {attribute.name: attribute for attribute in node.attribute if not attribute.ref_attr_name}
+    for name, allowed in _READ_NUMBERS.get(node.op_type, {}).items():
+        if name not in given and name in ("K", "N"):
+            return f"lacks {name}, which it needs"
+        if name in given and (given[name].type != onnx.AttributeProto.INT or given[name].i not in allowed):
+            return f"has {name}={onnx.helper.get_attribute_value(given[name])!r}, which is no number that it takes"
+    try:
+        schema = onnx.defs.get_schema(node.op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return ""  # an operator that onnx does not know is a block of unknown role where it mixes activations
+    if not schema.min_input <= len(node.input) <= schema.max_input:
+        needs = f"{schema.min_input}" if schema.min_input == schema.max_input else f"{schema.min_input} to {schema.max_input}"
+        return f"has {len(node.input)} inputs and needs {needs}"
+    known: Any  # the stub of onnx calls the types of attributes a plain class, and they are an enum
+    for name, known in schema.attributes.items():
+        if name not in given:
+            if known.required and not any(attribute.name == name for attribute in node.attribute):
+                return f"lacks {name}, which it needs"
+        elif (kind := onnx.AttributeProto.AttributeType.Name(given[name].type)) != known.type.name:
+            return f"has {name} of type {kind}, where {known.type.name} belongs"
+    return _no_order(given.get("perm")) if node.op_type == "Transpose" else ""
+
+
+def _no_order(perm: onnx.AttributeProto | None) -> str:
+    return (
+        "" if perm is None or sorted(perm.ints) == list(range(len(perm.ints))) else f"has perm={list(perm.ints)}, which is no order of axes"
+    )
+
+
+def _check_versions(proto: onnx.ModelProto, file: str) -> dict[str, int]:
+    """Versions by domain; those of onnx's own must be ones that the installed onnx knows, for without a definition nothing is checked."""
+    versions = {"" if entry.domain == "ai.onnx" else entry.domain: entry.version for entry in proto.opset_import}
+    newest = onnx.defs.onnx_opset_version()
+    if "" in versions and not 1 <= versions[""] <= newest:
+        raise UserInputError(
+            f"{file}: opset {versions['']} is none that onnx {onnx.__version__} knows; export it for 1 to {newest}, or install a newer onnx"
+        )
+    return versions
+
+
+def _bits(tensor: onnx.TensorProto, file: str) -> int:
+    """Bits of an element."""
+    try:
+        return _PACKED_BITS.get(tensor.data_type) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    except KeyError as error:
+        raise UserInputError(
+            f"{file}: initializer {tensor.name} has type {tensor.data_type}, which onnx {onnx.__version__} does not know; export it again"
+        ) from error
+
+
+def _dense(proto: onnx.ModelProto, file: str) -> onnx.ModelProto:
+    """Store sparse initializers as ordinary ones, in a copy."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for sparse in copy.graph.sparse_initializer:
+        try:
+            array = _filled(sparse)
+        except (ValueError, IndexError) as error:
+            raise UserInputError(f"{file}: initializer {sparse.values.name} is sparse and not valid ({error}); export it again") from error
+        copy.graph.initializer.append(onnx.numpy_helper.from_array(array, sparse.values.name))
+    del copy.graph.sparse_initializer[:]
+    return copy
+
+
+def _filled(sparse: onnx.SparseTensorProto) -> np.ndarray:
+    values, places = onnx.numpy_helper.to_array(sparse.values), onnx.numpy_helper.to_array(sparse.indices)
+    array = np.zeros(tuple(sparse.dims), values.dtype)
+    if places.ndim == 1:
+        array.reshape(-1)[places] = values
+    else:
+        array[tuple(places.T)] = values
+    return array
