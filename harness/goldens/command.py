@@ -54,7 +54,7 @@ class AcceptSettings(FailedSettings):
     reason: Annotated[str, Option(metavar="TEXT")] = ""
     """Why limits are loosened; kept in the manifest."""
     variant: Annotated[Flag, Option()] = False
-    """Add this platform's outputs beside those of the others."""
+    """Add this platform's own outputs beside the others'."""
 
 
 class PruneSettings(GoldenSettings):

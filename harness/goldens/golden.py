@@ -48,12 +48,14 @@ class GoldenSettings:
         cache: folder of the candidates.
         update: what is to be written at the end: nothing, `new`, `failed` or `all`.
         reason: why limits are loosened; empty for none.
+        add_variant: this platform's own outputs go beside the others', also where the golden holds.
     """
 
     root: Path
     cache: Path
     update: Update = ""
     reason: str = ""
+    add_variant: bool = False
 
 
 class Golden:
@@ -180,7 +182,8 @@ class Golden:
 
     def _decide(self, asked: Question, answer: Answer) -> tuple[Answer, bool]:
         """Whether the golden is to be written; limits that measure nothing, and loosened ones without a reason, never are."""
-        if self.settings.update not in _WRITES.get(answer.verdict, ()):
+        lacks_variant = self.settings.add_variant and answer.ok and bool(answer.note)
+        if self.settings.update not in _WRITES.get(GoldenVerdict.MISSING if lacks_variant else answer.verdict, ()):
             return answer, False
         refused = self._store.vacuous(asked)
         if refused is None and not self.settings.reason.strip():

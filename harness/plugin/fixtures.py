@@ -42,6 +42,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
         cache=folder_setting(config, "cache_dir") / "golden",
         update=setting(config, "update"),
         reason=setting(config, "reason"),
+        add_variant=bool(setting(config, "variant")),
     )
     made = Golden(settings, request.node.nodeid)
     request.node.stash[GOLDEN] = made

@@ -97,7 +97,7 @@ OPTIONS: dict[str, Option] = {
     ),
     "variant": Option(
         "--golden-variant",
-        "with --golden-update: keep what other platforms accepted, and add this platform's outputs beside it",
+        "with --golden-update: add this platform's own outputs beside the others', with new where their check passes, else in any case",
         arguments={"action": "store_true"},
     ),
 }

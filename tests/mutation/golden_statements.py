@@ -45,9 +45,9 @@ class Shelf:
         """Of the candidates; the record of what was used lies beside it."""
         return self.folder / "cache" / "golden"
 
-    def golden(self, update: Any = "", test: str = "test_it.py::test_it", reason: str = "") -> Golden:
+    def golden(self, update: Any = "", test: str = "test_it.py::test_it", reason: str = "", *, variant: bool = False) -> Golden:
         """Return the fixture as a test has it."""
-        return Golden(GoldenSettings(self.root, self.cache, update, reason), test)
+        return Golden(GoldenSettings(self.root, self.cache, update, reason, variant), test)
 
     def check(self, name: str, tensors: Any, **given: Any) -> dict[str, Any]:
         """Check as a test would; return the outcome, whatever it is."""
@@ -70,7 +70,7 @@ class Shelf:
         **given: Any,
     ) -> Acceptance:
         """Write as a session with --golden-update would; `reason` is that of the session, `why` that of the test."""
-        golden = self.golden(update, reason=reason)
+        golden = self.golden(update, reason=reason, variant=variant)
         golden.check(name, tensors, reason=why, **given)
         candidates = [read_candidate(Path(outcome["candidate"])) for outcome in golden.outcomes if outcome["candidate"]]
         return accept(self.root, candidates, reason=reason, add_variant=variant)

@@ -289,7 +289,7 @@ def _tier_here(asked: Question, variant: Variant) -> tuple[TierMap, str]:
     if asked.elsewhere is None:
         return asked.tier, (
             f"{where}; no tier is declared for elsewhere, so it stays {asked.tier}: declare elsewhere=..., "
-            "or add this platform's outputs with --golden-variant"
+            "or add this platform's own outputs with --golden-update=failed --golden-variant"
         )
     return asked.elsewhere, f"{where}; held to the tier for elsewhere, {asked.elsewhere}, in place of {asked.tier}"
 

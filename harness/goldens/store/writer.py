@@ -16,7 +16,7 @@ from harness.errors import GoldenError
 from harness.goldens.store.candidates import Candidate
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, check_not_elsewhere, find_entry, read_manifest
 from harness.goldens.store.paths import MANIFEST, file_name, folder_of
-from harness.goldens.store.provenance import today
+from harness.goldens.store.provenance import nearest, today
 from harness.tolerance import TierMap
 
 
@@ -73,8 +73,7 @@ def _accept(root: Path, candidates: Sequence[Candidate], reason: str, add_varian
         _check_no_orphan(folder, old, new)
         kept = {variant.file for variant in new.variants}
         files |= {folder / variant.file: None for variant in (old.variants if old else ()) if variant.file not in kept}
-        mine = next(variant for variant in new.variants if variant.sha256 == candidate.sha256)
-        files[folder / mine.file] = candidate.data()
+        files |= {folder / variant.file: candidate.data() for variant in new.variants if variant.sha256 == candidate.sha256}
         manifests[folder] = manifest.with_entries({candidate.name: new})
         written.append(line)
     replace_files(files, manifests.values())
@@ -93,7 +92,8 @@ def _next_entry(old: GoldenEntry | None, new: Candidate, reason: str, add_varian
         return _entry(new, new.reason or reason, (made,), (own,)), f"{new.name}: created, {new.tier}"
     same_source = (old.inputs, old.recipe, old.seed) == (new.inputs, new.recipe, new.seed)
     same_limits = (old.tier.to_dict(), _limits(old.elsewhere)) == (new.tier.to_dict(), _limits(new.elsewhere))
-    same_data = any((variant.sha256, dict(variant.tensors)) == (new.sha256, dict(new.tensors)) for variant in old.variants)
+    here = old.variants[nearest(new.platform, [variant.platform for variant in old.variants])]
+    same_data = (here.sha256, dict(here.tensors)) == (new.sha256, dict(new.tensors)) and (not add_variant or here.platform == new.platform)
     if same_source and same_limits and same_data and old.reason == (new.reason or old.reason):
         return None, ""
     steps = _steps(old, new, reason, same_source, same_data)

@@ -14,6 +14,7 @@ import torch
 
 from harness.errors import GoldenError
 from harness.goldens import golden as golden_module
+from harness.goldens.golden import GoldenMismatch
 from harness.goldens.store.manifest import read_manifest
 from harness.goldens.store.provenance import Platform, current_platform, nearest
 from harness.tolerance import T1, T3
@@ -117,6 +118,42 @@ def test_each_platform_may_have_a_variant_of_its_own(shelf, on) -> None:
     assert shelf.content() == before
     shelf.write("x", FAR)
     assert sorted(shelf.content()) == ["manifest.json", "x.safetensors"], "what replaces a golden replaces every variant"
+
+
+@pytest.mark.parametrize("update", ["new", "failed", "all"])
+@pytest.mark.parametrize("own", [CPU, CLOSE], ids=["the same bits", "other bits"])
+def test_a_variant_is_added_where_the_check_passes_too(shelf, on, update: str, own: torch.Tensor) -> None:
+    limits = {"elsewhere": T1(2)}
+    on(AVX512)
+    shelf.write("x", CPU, **limits)
+    on(AVX2)
+    assert shelf.write("x", own, update=update, variant=True, **limits).written == ("x: variant for cpu-x86_64-AVX2, T0()",)
+    assert not shelf.check("x", own, **limits)["note"]
+    assert shelf.check("x", torch.nextafter(own, torch.zeros(8)), **limits)["verdict"] == "outputs regressed", "now at home: every bit"
+    before = shelf.content()
+    assert not shelf.write("x", own, update=update, variant=True, **limits).written
+    assert shelf.content() == before
+
+
+def test_what_fails_elsewhere_is_no_missing_variant(shelf, on) -> None:
+    on(AVX512)
+    shelf.write("x", CPU, elsewhere=T1(2))
+    on(AVX2)
+    with pytest.raises(GoldenMismatch):
+        shelf.write("x", FAR, update="new", variant=True, elsewhere=T1(2))
+
+
+def test_a_platform_that_comes_to_give_another_ones_bits_is_written(shelf, on) -> None:
+    on(AVX512)
+    shelf.write("x", CPU)
+    on(AVX2)
+    shelf.write("x", CLOSE, variant=True)
+    on(AVX512)
+    shelf.write("x", CLOSE, variant=True)
+    for platform in (AVX512, AVX2):
+        on(platform)
+        assert shelf.check("x", CLOSE)["verdict"] == "pass"
+        assert shelf.check("x", CPU)["verdict"] == "outputs regressed"
 
 
 def test_the_same_bits_on_another_platform_change_nothing(shelf, on) -> None:

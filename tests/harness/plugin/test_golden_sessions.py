@@ -245,6 +245,8 @@ def test_a_pass_by_the_tier_for_elsewhere_is_told(project) -> None:
     result = project.run()
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["passed: x: accepted on cpu-*-SVE256, checked on cpu-*; held to the tier for elsewhere, T1(max_ulp=2)*"])
+    project.run("--golden-update=new", "--golden-variant").stdout.fnmatch_lines(["written: x: variant for cpu-*"])
+    assert "accepted on" not in project.run().stdout.str()
 
 
 def test_folders_are_those_of_the_ini_file_or_the_command_line(project) -> None:
