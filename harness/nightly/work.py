@@ -213,13 +213,16 @@ def _seconds(model: nn.Module, ids: Tensor) -> tuple[float, float]:
     """Seconds of one pass over the prompt, and of a token behind it."""
     import torch
 
+    from compressor.nn.attention.kv_cache import cache_argument
+
+    key = cache_argument(model)
     with torch.inference_mode():
         start = time.perf_counter()
         out = model(input_ids=ids, use_cache=True)
         float(out.logits[0, -1, 0])  # waits for a GPU
         between = time.perf_counter()
         for _ in range(_DECODED):
-            out = model(input_ids=out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
+            out = model(input_ids=out.logits[:, -1:].argmax(-1), use_cache=True, **{key: out[key]})
         float(out.logits[0, -1, 0])
         return between - start, (time.perf_counter() - between) / _DECODED
 

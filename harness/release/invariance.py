@@ -18,6 +18,7 @@ import torch
 
 from compressor.model.folder import some
 from compressor.model.targets import text_config
+from compressor.nn.attention.kv_cache import cache_argument
 from harness.release.candidate import Candidate, Check, load_wide, rounding_modules
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
@@ -84,11 +85,11 @@ def _stepped(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, num_
     runner: Any = model
     positions, first = (mask.cumsum(1) - 1).clamp(min=0), ids.shape[1] - num_steps
     placed = "position_ids" in inspect.signature(runner.forward).parameters  # ALiBi has none
-    cache, logits = None, []
+    cache, logits, key = None, [], cache_argument(model)
     for start, stop in itertools.pairwise([0, *range(first, ids.shape[1] + 1)]):
         where = {"position_ids": positions[:, start:stop]} if placed else {}
-        out = runner(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True, **where)
-        cache = out.past_key_values
+        out = runner(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], use_cache=True, **{key: cache}, **where)
+        cache = out[key]
         logits.append(out.logits.float())
     return torch.cat(logits, dim=1)
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor.nn import QuantizedLayer, quantized, set_matmul
-from compressor.nn.attention.kv_cache import QuantizedKVCache, attach_kv_quantizer, attention_modules
+from compressor.nn.attention.kv_cache import QuantizedKVCache, attach_kv_quantizer, attention_modules, cache_argument
 from compressor.numerics import PRESETS, QuantizationArgs, code_product, make_observer, preset_scheme, product_path
 from harness import verify_module
 
@@ -101,5 +101,5 @@ def test_keys_and_values_are_quantized_on_the_gpu_as_on_the_cpu(device):
         assert torch.allclose(found, expected, atol=0.05 * float(expected.abs().max()))
         plain = model.generate(ids.to(device), max_new_tokens=4, do_sample=False)
         assert torch.equal(
-            plain, model.generate(ids.to(device), max_new_tokens=4, do_sample=False, past_key_values=QuantizedKVCache(model))
+            plain, model.generate(ids.to(device), max_new_tokens=4, do_sample=False, **{cache_argument(model): QuantizedKVCache(model)})
         )

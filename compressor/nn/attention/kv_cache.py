@@ -31,7 +31,7 @@ from compressor.numerics.scheme import QuantizationArgs
 
 # Attention modules are told by these names, as compressed-tensors tells them.
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
-_CACHE_ARGUMENTS = ("past_key_values", "past_key_value")
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "cache")  # the last from transformers 5.24 on, which takes the first as well
 _ARGS_ATTRIBUTE, _HANDLE_ATTRIBUTE, _PARTS_ATTRIBUTE = "kv_cache_args", "_kv_cache_handle", "_quantized_parts"
 _KV = ("k", "v")
 _HEADS = {"q": ("num_attention_heads",), **dict.fromkeys(_KV, ("num_key_value_heads", "num_attention_heads"))}
@@ -48,6 +48,19 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         Dotted name to module, in the order of the model.
     """
     return {name: module for name, module in model.named_modules() if _is_cached_attention(module)}
+
+
+def cache_argument(module: nn.Module) -> str:
+    """Name the argument by which a module of transformers takes its cache, and gives it back: `cache` from 5.24 on.
+
+    Args:
+        module: a model, or one of its attention modules.
+
+    Returns:
+        The name; `past_key_values` where the forward names none of those that there were.
+    """
+    parameters = inspect.signature(module.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), _CACHE_ARGUMENTS[0])
 
 
 def parts_of(queries: bool) -> tuple[str, ...]:
@@ -252,14 +265,13 @@ def with_view(
     Raises:
         TargetError: the cache is one of an encoder and a decoder, which a module picks apart before it uses it.
     """
-    bound = inspect.signature(attention.forward).bind_partial(*args, **kwargs)
-    key = next(name for name in _CACHE_ARGUMENTS if name in inspect.signature(attention.forward).parameters)
-    cache = bound.arguments.get(key)
+    key = next((name for name in _CACHE_ARGUMENTS if name in kwargs), None) or cache_argument(attention)
+    position = len(args) if key in kwargs else list(inspect.signature(attention.forward).parameters).index(key)
+    cache = args[position] if position < len(args) else kwargs.get(key)
     if hasattr(cache, "cross_attention_cache"):
         raise TargetError(
             f"{type(attention).__name__}: a cache of encoder and decoder cannot be quantized; leave kv_cache_scheme out for this model"
         )
-    position = list(bound.signature.parameters).index(key)
     view = CacheView(cache, transform, attention if queries else None)
     if position < len(args):
         return (*args[:position], view, *args[position + 1 :]), kwargs
@@ -326,7 +338,7 @@ def _is_cached_attention(module: nn.Module) -> bool:
 # QuantizedKVCache: a cache of transformers that keeps codes, one byte per key and value, in the place of floats.
 #
 #     cache = QuantizedKVCache(model)                      # a model whose attention has quantizers, see above
-#     model.generate(**inputs, past_key_values=cache)
+#     model.generate(**inputs, past_key_values=cache)      # cache=cache from transformers 5.24 on
 #
 # What comes out is what the quantizers give with any other cache.
 # Half the bytes of a bfloat16 cache, plus the scales where they are dynamic.

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +102,13 @@ def test_outputs_and_caches_of_transformers_come_back_as_they_were(store: Activa
     static = StaticCache(config, max_cache_len=300)
     static.update(filled(1, 2, 9, 8), filled(1, 2, 9, 8), 0, {"cache_position": torch.arange(9)})
     hidden = filled(40, 40)
-    output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=caches[0], hidden_states=(hidden, filled(40, 40, seed=1)))
+    key = next(one.name for one in fields(BaseModelOutputWithPast) if one.name in ("past_key_values", "cache"))  # from transformers 5.24 on
+    output = BaseModelOutputWithPast(last_hidden_state=hidden, hidden_states=(hidden, filled(40, 40, seed=1)), **{key: caches[0]})
     store.put(0, {"output": output, "cache": caches[0], "both": caches[1], "static": static, "one": BaseModelOutput((filled(3, 3),))})
     kept = store.get(0)
     assert type(kept["output"]) is BaseModelOutputWithPast
-    assert list(kept["output"].keys()) == ["last_hidden_state", "past_key_values", "hidden_states"]
-    assert kept["output"].past_key_values is kept["output"]["past_key_values"] is kept["cache"] is not caches[0]
+    assert list(kept["output"].keys()) == ["last_hidden_state", key, "hidden_states"]
+    assert getattr(kept["output"], key) is kept["output"][key] is kept["cache"] is not caches[0]
     assert kept["output"].hidden_states[0] is kept["output"][0]
     assert_same(hidden, kept["output"].last_hidden_state)
     assert_same(caches[0].layers[0].keys, kept["cache"].layers[0].keys)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from compressor.nn.attention.kv_cache import cache_argument
 from harness.release.policy import GenerationLimits, ReleasePolicy
 from harness.validation.policy import Policy
 
@@ -57,7 +58,7 @@ def change_steps_on(model: Any, lengths: Callable[[int], bool]) -> None:
     """Change what one token gives behind a cache of such lengths."""
 
     def change(module: Any, given: Any, options: Any, output: Any) -> None:
-        cache = options["past_key_values"]
+        cache = options[cache_argument(module)]
         if options["input_ids"].shape[1] == 1 and cache is not None and lengths(cache.get_seq_length() - 1):
             output.last_hidden_state = output.last_hidden_state.roll(1, -1)
 

@@ -15,6 +15,7 @@ from compressor.nn.attention.kv_cache import (
     QuantizedKVCache,
     attach_kv_quantizer,
     attention_modules,
+    cache_argument,
     check_kv_args,
     detach_kv_quantizer,
     kv_args,
@@ -90,7 +91,7 @@ def test_logits_are_those_of_compressed_tensors(name, dtype):
 
 def generate(model: nn.Module, cache: object = None, **settings) -> torch.Tensor:
     with torch.inference_mode():
-        return model.generate(IDS, max_new_tokens=6, do_sample=False, past_key_values=cache, **settings)
+        return model.generate(IDS, max_new_tokens=6, do_sample=False, **{cache_argument(model): cache}, **settings)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -109,27 +110,27 @@ def test_generation_is_the_same_in_every_cache(name):
 @pytest.mark.parametrize("name", ALL)
 def test_a_cache_of_codes_gives_the_values_that_were_written(name):
     model = quantized_model(ALL[name])
-    plain, codes = DynamicCache(config=model.config), QuantizedKVCache(model)
+    plain, codes, key = DynamicCache(config=model.config), QuantizedKVCache(model), cache_argument(model)
     with torch.inference_mode():
         for piece in (IDS[:, :7], IDS[:, 7:8], IDS[:, 8:]):
-            assert torch.equal(model(piece, past_key_values=plain).logits, model(piece, past_key_values=codes).logits)
+            assert torch.equal(model(piece, **{key: plain}).logits, model(piece, **{key: codes}).logits)
         for cache in (plain, codes):
             cache.crop(-3)
             cache.batch_select_indices(torch.tensor([1, 0]))
             cache.batch_repeat_interleave(2)
             cache.reorder_cache(torch.tensor([3, 0, 2, 1]))
         more = IDS[:1, :2].expand(4, 2)
-        assert torch.equal(model(more, past_key_values=plain).logits, model(more, past_key_values=codes).logits)
+        assert torch.equal(model(more, **{key: plain}).logits, model(more, **{key: codes}).logits)
         codes.reset()
         assert codes.get_seq_length() == 0
-        assert torch.equal(model(IDS, past_key_values=codes).logits, model(IDS).logits)
+        assert torch.equal(model(IDS, **{key: codes}).logits, model(IDS).logits)
 
 
 def test_a_cache_of_codes_takes_a_byte_per_value():
     model = quantized_model(STATIC["fp8"], torch.bfloat16)
-    plain, codes = DynamicCache(config=model.config), QuantizedKVCache(model)
+    plain, codes, key = DynamicCache(config=model.config), QuantizedKVCache(model), cache_argument(model)
     with torch.inference_mode():
-        model(IDS, past_key_values=plain), model(IDS, past_key_values=codes)
+        model(IDS, **{key: plain}), model(IDS, **{key: codes})
     floats = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
     assert codes.num_bytes() * 2 == floats == 2 * 2 * 2 * 2 * 12 * 8 * 2
 
@@ -223,4 +224,4 @@ def test_a_cache_of_encoder_and_decoder_is_refused():
     attention = quantized_model(STATIC["fp8"]).model.layers[0].self_attn
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(TargetError, match="encoder and decoder"):
-        attention(torch.zeros(1, 2, 32), position_embeddings=(torch.zeros(1, 2, 8),) * 2, attention_mask=None, past_key_values=cache)
+        attention(torch.zeros(1, 2, 32), (torch.zeros(1, 2, 8),) * 2, attention_mask=None, **{cache_argument(attention): cache})
