@@ -4,7 +4,8 @@ The format is that of compressed-tensors 0.20, as llm-compressor 0.14 writes it:
 (`input`, `output`; `weight_input` and `weight_output` are in the weights already), and the matrix lies under the name of the first module,
 `model.layers.0.mlp.down_proj.R4_input.weight`, for all modules of the group with this size. Of Hadamard matrices it is Q sqrt(B).
 
-transformers 5.23 reads neither, and gives other logits without a word: such a checkpoint is for `load_compressed`.
+transformers applies neither, and gives other logits without a word (before 5.23 it stops where nothing is quantized): such a checkpoint
+is for `load_compressed`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from compressor.nn.online_rotation import OnlineRotation, Side, rotated_modules
 from compressor.nn.quantized_linear import is_conv1d
 
 NOTE = (
-    "{groups} turn in every forward what {modules} modules compute with, and transformers 5.23 passes over the transform_config that says "
-    "so: load the checkpoint with compressor.load_compressed"
+    "{groups} turn in every forward what {modules} modules compute with, and transformers applies no transform_config: it computes "
+    "something else, or stops (before 5.23, where no weight is quantized); load the checkpoint with compressor.load_compressed"
 )
 _HADAMARD: tuple[RotationKind, ...] = ("hadamard", "random-hadamard")
 _KINDS = (*_HADAMARD, "random-matrix")

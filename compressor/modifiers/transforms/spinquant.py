@@ -75,7 +75,7 @@ class SpinQuantModifier(RotatingModifier):
         if "R3" in value:
             raise RecipeError(
                 "rotations: R3 would be computed inside attention, on queries and keys behind their rotary embedding; no reader does "
-                "(transformers 5.23 passes over transform_config), so it is not built here: leave it out, kv_cache_scheme works without"
+                "(transformers applies no transform_config), so it is not built here: leave it out, kv_cache_scheme works without"
             )
         return value
 

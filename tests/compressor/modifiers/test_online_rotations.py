@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from compressed_tensors.transform import TransformConfig, apply_transform_config
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -100,10 +102,15 @@ def test_a_checkpoint_that_names_patterns_and_shares_matrices_is_read(tmp_path: 
     assert torch.equal(logits(made), logits(load_compressed(tmp_path / "out", device="cpu")))
 
 
-def test_transformers_passes_over_the_rotation_and_the_run_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantizers", [QUANTIZERS["floats"], QUANTIZERS["weights"]], ids=["floats", "weights"])
+def test_transformers_does_not_apply_the_rotation_and_the_run_says_so(quantizers: Any, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
-    result = run(tmp_path / "base", tmp_path / "out", R4)
-    assert "transformers 5.23 passes over the transform_config" in result.report.notes[-1]
+    result = run(tmp_path / "base", tmp_path / "out", R4, *quantizers)
+    assert "transformers applies no transform_config" in result.report.notes[-1]
+    if not quantizers and Version(transformers.__version__) < Version("5.23"):
+        with pytest.raises(AttributeError, match="config_groups"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+        return
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert difference(logits(result.model), logits(there)) > 0.05  # where this fails it has learned to: take the note away
 

@@ -50,7 +50,7 @@ def test_it_is_read_by_our_reader_and_nothing_fails(modifier: Any, workspace: Wo
     records = judged(workspace.base, rotated(modifier), workspace)
     assert failed(records) == []
     loads = records["format.loads"]
-    assert loads.outcome is Outcome.INCONCLUSIVE and "passes over transform_config" in loads.summary
+    assert loads.outcome is Outcome.INCONCLUSIVE and "applies no transform_config" in loads.summary
     assert records["behaviour.kl"].outcome is Outcome.PASS and records["weights.sqnr"].outcome is Outcome.PASS
 
 
