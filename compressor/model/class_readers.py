@@ -16,7 +16,7 @@ from compressor.model.experts.unfuse import weight_converters
 from compressor.model.folder import some
 from compressor.model.targets import ends_of, other_names, text_config
 from compressor.nn import QuantizedLayer
-from compressor.nn.attention.kv_cache import KV_SCALES, attention_modules, kv_args
+from compressor.nn.attention.kv_cache import KV_SCALES, attention_modules, cache_argument, kv_args
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
@@ -75,7 +75,7 @@ def reading_notes(
 
 
 def _kv_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
-    """Say why transformers stops at keys and values: compressed-tensors counts heads, and merged weights are unpacked."""
+    """Say why transformers stops at keys and values, or passes over them: compressed-tensors counts heads, and looks for one argument."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -87,10 +87,18 @@ def _kv_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> li
         *(f"its config has no {name}, of which compressed-tensors asks for the scales" for name in uncounted),
         *(f"it merges weights into {name} while it loads, and looks for a scheme of weights there" for name in merged[:1]),
     ]
+    unseen = [name for name, module in attention_modules(model).items() if cache_argument(module) == "cache"]
     return [
-        f"transformers does not load {type(model).__name__} with quantized keys and values ({one}); compressor.load_compressed reads the "
-        "checkpoint"
-        for one in reasons
+        *(
+            f"transformers does not load {type(model).__name__} with quantized keys and values ({one}); compressor.load_compressed reads "
+            "the checkpoint"
+            for one in reasons
+        ),
+        *(
+            f"transformers leaves keys and values as they are ({name} and the others are handed their cache as `cache`, from 5.24 on, and "
+            "compressed-tensors 0.20 looks for past_key_values); compressor.load_compressed quantizes them"
+            for name in unseen[:1]
+        ),
     ]
 
 

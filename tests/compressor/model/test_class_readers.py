@@ -12,10 +12,14 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from compressor import load_compressed, oneshot
 from compressor.errors import TargetError
+from compressor.model.class_readers import reading_notes
 from compressor.model.loading.load import quiet_transformers
+from compressor.nn.attention.kv_cache import cache_argument
+from compressor.numerics import QuantizationArgs
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 EXPERTS = {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 2}
@@ -30,6 +34,7 @@ KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 WEIGHTS = {"num_bits": 4, "group_size": 16}
 ATTENTION, ALL = r"re:.*self_attn\..*", "Linear"
 UNCOUNTED, MERGED = "its config has no num_key_value_heads", "merges weights into .experts"
+UNSEEN = "transformers leaves keys and values as they are"
 TOKENS = torch.arange(48).reshape(4, 12)
 
 
@@ -56,6 +61,8 @@ def logits(model: nn.Module) -> torch.Tensor:
     ],
 )
 def test_what_transformers_does_not_read_is_said_before_the_run(kind: str, target: str | None, said: str | None, tmp_path: Path) -> None:
+    if cache_argument(LlamaAttention) == "cache":  # transformers 5.24
+        said = said or UNSEEN
     groups = {} if target is None else {"ignore": ["lm_head"], "config_groups": {"g": {"targets": [target], "weights": WEIGHTS}}}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -67,6 +74,12 @@ def test_what_transformers_does_not_read_is_said_before_the_run(kind: str, targe
     assert (said is None) == (not [note for note in result.report.notes if "transformers" in note])
     assert torch.equal(logits(load_compressed(tmp_path / "out")), logits(result.model))
     assert (said is None) == _transformers_agrees(tmp_path / "out", logits(result.model))
+
+
+def test_caches_under_a_name_that_compressed_tensors_does_not_know_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LlamaAttention, "forward", lambda self, hidden_states, cache=None, **kwargs: None)  # as from 5.24 on
+    (note,) = reading_notes(model_of("Llama"), {}, QuantizationArgs.model_validate(KV))
+    assert f"{UNSEEN} (model.layers.0.self_attn" in note
 
 
 def _transformers_agrees(folder: Path, expected: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from compressor.nn.attention.kv_cache import (
     detach_kv_quantizer,
     kv_args,
     kv_scheme_of,
+    with_view,
 )
 from compressor.numerics import QParams, QuantizationArgs
 
@@ -225,3 +226,23 @@ def test_a_cache_of_encoder_and_decoder_is_refused():
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(TargetError, match="encoder and decoder"):
         attention(torch.zeros(1, 2, 32), (torch.zeros(1, 2, 8),) * 2, attention_mask=None, **{cache_argument(attention): cache})
+
+
+class AttentionWithCache(nn.Module):
+    """As attention of transformers takes its cache from 5.24 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k_proj = nn.Linear(4, 4)
+
+    def forward(self, states, cache=None, **kwargs):
+        return (kwargs.get("past_key_values") if cache is None else cache).update(states, states, 0)
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((None,), {}), ((), {"cache": None}), ((), {"past_key_values": None})])
+def test_a_cache_is_found_under_every_name_that_it_had(args, kwargs):
+    attention, states = AttentionWithCache(), torch.ones(1, 1, 2, 4)
+    assert attention_modules(attention) == {"": attention} and cache_argument(attention) == "cache"
+    args, kwargs = with_view(attention, (states, *args), kwargs, lambda part, given: given * {"k": 2, "v": 3}[part])
+    keys, values = attention(*args, **kwargs)
+    assert torch.equal(keys, 2 * states) and torch.equal(values, 3 * states)
