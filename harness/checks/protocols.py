@@ -161,8 +161,9 @@ class Solver(Protocol):
     `hessian` meets batches of one to four dimensions, [N, C] and [..., C], in float32 and bfloat16, times 2^-30 to 2^13, a single token,
     and batches without tokens among others. It, or `solve`, raises an error with a message for NaN or infinity in any batch, weight or
     place, and in H itself; `hessian` for no token at all. `solve` meets H = c I, H that is singular (fewer tokens than columns), with
-    columns and rows of zeros (dead inputs), or times 1e-4 to 1e4; an H with a negative eigenvalue is an error. Weights come in float32 and
-    bfloat16, with one row and with more rows than columns, times 2^-20 to 2^12 and with groups of very different magnitudes.
+    columns and rows of zeros (dead inputs), or times 1e-4 to 1e4; an H that has a negative eigenvalue even when damped is an error. Weights
+    come in float32 and bfloat16, with one row and with more rows than columns, times 2^-20 to 2^12 and with groups of very different
+    magnitudes.
 
     Attributes:
         kind: "solver".

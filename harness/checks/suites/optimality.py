@@ -358,11 +358,11 @@ def reported_order(subject: Solver, context: CheckContext) -> str:
 @register(
     None,
     "refuses_nonfinite",
-    "NaN or infinity in a weight or a Hessian, and an indefinite H, raise an error",
+    "NaN or infinity in a weight or a Hessian, and an H that has a negative eigenvalue even when damped, raise an error",
     kind="solver",
 )
 def solver_refuses(subject: Solver, context: CheckContext) -> str:
-    """Plant NaN and infinity in every weight, batch and place, and in the Hessian itself; and a negative eigenvalue there."""
+    """Plant NaN and infinity in every weight, batch and place, and in the Hessian itself; and a large and a small negative eigenvalue."""
     one = problems(subject)[0]
     count = 0
     for value in (float("nan"), float("inf"), float("-inf")):
@@ -372,7 +372,20 @@ def solver_refuses(subject: Solver, context: CheckContext) -> str:
     indefinite = one.hessian.clone()
     indefinite[0, 1] = indefinite[1, 0] = 5 * float(one.hessian.diagonal().max())
     must_raise(partial(subject.solve, [one.weight], indefinite), "an H with a negative eigenvalue")
-    return f"{count} planted values, and an H that is no Hessian, were refused"
+    barely = _barely_indefinite(one.hessian, subject.damp_frac)
+    must_raise(partial(subject.solve, [one.weight], barely), "an H with an eigenvalue of minus twice what damping adds")
+    return f"{count} planted values, and two H that are no Hessians, were refused"
+
+
+def _barely_indefinite(hessian: Tensor, damp_frac: float) -> Tensor:
+    """The same H, its smallest eigenvalue put to minus twice what damping adds: a little more damping would hide it."""
+    values, vectors = torch.linalg.eigh(hessian.to(torch.float64))
+    wanted = -2 * max(damp_frac, _LEAST_DAMPING) * float(values.mean())  # the mean eigenvalue is the mean of the diagonal
+    return (hessian + (wanted - values[0]) * torch.outer(vectors[:, 0], vectors[:, 0])).to(hessian.dtype)
+
+
+_LEAST_DAMPING = 1e-3
+"""Share of the mean diagonal below which an eigenvalue of a float32 matrix comes near its rounding."""
 
 
 def _with_planted(subject: Solver, one: Problem, value: float) -> Iterator[tuple[str, Callable[[], object]]]:
