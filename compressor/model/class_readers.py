@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.errors import ModelError, SchemeError
 from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once
@@ -19,6 +19,7 @@ from compressor.nn import QuantizedLayer
 from compressor.nn.attention.kv_cache import KV_SCALES, attention_modules, cache_argument, kv_args
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+from compressor.random_state import random_numbers_kept
 
 # Settings of modules that say nothing of what a forward computes, or that shapes of weights say better: a layer's number, a size.
 _NO_MATTER = ("training", "gradient_checkpointing", "layer_idx", "vocab_size", "padding_idx")
@@ -208,20 +209,22 @@ def _own_tensors(model: nn.Module) -> set[str]:
 
 
 def module_notes(model: nn.Module) -> list[str]:
-    """Say what of a model in memory, beside its weights, is not what its class builds from its config: no file would hold that.
+    """Say what of a model in memory, beside what is saved, is not what its class builds from its config: no file would hold that.
 
     Args:
         model: not changed.
 
     Returns:
-        A sentence that names modules of another class, plain settings with another value and replaced forwards, or none: also of what is
-        no model of transformers, or cannot be built from its config.
+        A sentence that names modules of another class, plain settings and buffers with another value and replaced forwards, or none: also
+        of what is no model of transformers, or cannot be built from its config.
     """
-    twin = class_twin(model)
+    twin = class_twin(model, with_buffers=True)
     if twin is None:
         return []
     own = dict(model.named_modules())
     odd = [text for name, built in twin.named_modules() if name in own for text in _differences(name, own[name], built)]
+    here, there = _unsaved(model), _unsaved(twin)
+    odd += [f"{name} holds other values" for name in here if name in there and not _is_close(here[name], there[name])]
     if not odd:
         return []
     return [
@@ -252,55 +255,66 @@ def buffer_notes(model: nn.Module) -> list[str]:
     Returns:
         A sentence, or none: also of what is no model of transformers, or cannot be built from its config.
     """
-    twin = class_twin(model, in_own_dtype=True)
+    twin = class_twin(model, with_buffers=True)
     if twin is None:
         return []
     own, built = _unsaved(model), _unsaved(twin)
-    cast = sorted(name for name in own.keys() & built.keys() if own[name] != built[name])
+    cast = sorted(name for name in own.keys() & built.keys() if own[name].dtype != built[name].dtype)
     if not cast:
         return []
-    here, there = (str(dtypes[cast[0]]).removeprefix("torch.") for dtypes in (own, built))
+    here, there = (str(buffers[cast[0]].dtype).removeprefix("torch.") for buffers in (own, built))
     return [
         f"{len(cast)} buffers that no file holds ({some(cast)}) are {here} in this model, and {there} where its checkpoint is loaded: "
         "a cast of the model has rounded them, so it computes otherwise than what is loaded; load it with dtype= in place of casting it"
     ]
 
 
-def _unsaved(model: nn.Module) -> dict[str, torch.dtype]:
+def _unsaved(model: nn.Module) -> dict[str, Tensor]:
     return {
-        f"{name}.{key}".lstrip("."): buffer.dtype
+        f"{name}.{key}".lstrip("."): buffer
         for name, module in model.named_modules()
         for key, buffer in module._buffers.items()
-        if key in module._non_persistent_buffers_set and buffer is not None and buffer.is_floating_point()
+        if key in module._non_persistent_buffers_set and buffer is not None
     }
 
 
-def class_twin(model: nn.Module, settings: Mapping[tuple[str, ...], Any] | None = None, *, in_own_dtype: bool = False) -> Any:
-    """Make a model of the same class and config without bytes.
+def _is_close(own: Tensor, built: Tensor) -> bool:
+    """Say whether they are equal but for how another device rounds; those without values or of another dtype are for others to judge."""
+    if own.is_meta or built.is_meta or own.dtype != built.dtype:
+        return True
+    if own.shape != built.shape or not (built.is_floating_point() or built.is_complex()):
+        return torch.equal(own.cpu(), built)
+    return torch.allclose(own.cpu(), built, rtol=1e-5, atol=0.0, equal_nan=True)
+
+
+def class_twin(model: nn.Module, settings: Mapping[tuple[str, ...], Any] | None = None, *, with_buffers: bool = False) -> Any:
+    """Make a model of the same class and config, its parameters without bytes.
 
     Args:
         model: not changed.
         settings: names of attributes, from the config to what gets another value, to that value.
-        in_own_dtype: as if it were loaded in the model's dtype.
+        with_buffers: as if it were loaded in the model's dtype, its buffers on the CPU.
 
     Returns:
-        It, on the meta device; None of what is no model of transformers, or cannot be built from such a config.
+        It, on the meta device but for such buffers; None of what is no model of transformers, or cannot be built from such a config.
     """
     from transformers import PreTrainedModel
+    from transformers.initialization import no_init_weights
 
-    from compressor.model.loading.load import quiet_transformers
+    from compressor.model.loading.load import parameters_on_meta, quiet_transformers
 
     if not isinstance(model, PreTrainedModel):
         return None
+    place = parameters_on_meta() if with_buffers else torch.device("meta")
     try:
-        with quiet_transformers(), torch.device("meta"):
+        with quiet_transformers(), random_numbers_kept(), no_init_weights(), place:
             config = copy.deepcopy(model.config)
             for (*path, name), value in (settings or {}).items():
                 holder = config
                 for step in path:
                     holder = getattr(holder, step)
                 setattr(holder, name, value)
-            return type(model)._from_config(config, dtype=model.dtype) if in_own_dtype else type(model)(config)
+            return type(model)._from_config(config, dtype=model.dtype) if with_buffers else type(model)(config)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, ImportError):
         return None
 

@@ -9,8 +9,7 @@ built without them, and memory is that of the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,15 @@ from compressor.model.checkpoints.save import RECORD_FILE
 from compressor.model.experts.format import plain_names
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import check_weight_files, one_line, read_config, read_json, resolve_folder, some, weight_files
-from compressor.model.loading.load import DTYPES, LOAD_ERRORS, quiet_transformers, read_generation_config, resolve_class, resolve_device
+from compressor.model.loading.load import (
+    DTYPES,
+    LOAD_ERRORS,
+    parameters_on_meta,
+    quiet_transformers,
+    read_generation_config,
+    resolve_class,
+    resolve_device,
+)
 from compressor.model.saving import attach_save
 from compressor.model.targets import matches, other_names, put_module
 from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
@@ -195,7 +202,7 @@ def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | typ
 
     loader = resolve_class(model_class)
     try:
-        with quiet_transformers(), no_init_weights(), _parameters_on_meta():
+        with quiet_transformers(), no_init_weights(), parameters_on_meta():
             parsed = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
             del parsed.quantization_config
             dtype = DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
@@ -278,23 +285,6 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
 def _as_wanted(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Ordinary floats take the dtype of the model, as in transformers; codes and fp8 scales are what they are."""
     return value.to(dtype) if {value.dtype, dtype} <= set(DTYPES.values()) else value
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Register parameters on the meta device, so that their memory is given back at once; buffers, which are computed, stay real."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _stored_keys(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:

@@ -411,6 +411,10 @@ def _forward(model) -> None:
     model.model.layers[1].forward = lambda *args, **kwargs: 2 * plain(*args, **kwargs)
 
 
+def _frequencies(model) -> None:
+    model.model.rotary_emb.inv_freq.div_(4)
+
+
 def _nothing(model) -> None:
     model.train().model.gradient_checkpointing = True
     model.resize_token_embeddings(130)
@@ -449,7 +453,8 @@ def test_an_extra_state_that_no_file_holds_is_refused_before_anything_is_compres
 
 @pytest.mark.parametrize(("change", "named"), [
     (_epsilon, r"input_layernorm\.variance_epsilon is 1e-06, not 0\.5"), (_activation, "layers.1.mlp.act_fn is a GELU, not a SiLU"),
-    (_forward, "layers.1.forward was replaced"), (_nothing, None), (_unsaved_buffer, None)
+    (_forward, "layers.1.forward was replaced"), (_frequencies, "rotary_emb.inv_freq holds other values"),
+    (_nothing, None), (_unsaved_buffer, None)
 ])  # fmt: skip
 def test_what_no_file_can_hold_of_a_model_in_memory_is_said(change, named, tmp_path):
     model = _two_layers()
