@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from compressor.spelling import suggest
 
 _READ_HERE = (".jsonl", ".txt", ".parquet", ".safetensors")
 # Builders of `datasets` for what is not read here, or has to be read whole for a function on rows.
+# Else pandas takes what stands before the last commas of a row for its name, and drops it; and texts such as "NA" for nothing.
+_CSV = {"index_col": False, "keep_default_na": False}
+_SURPLUS = "Length of header or names does not match length of data"  # how pandas warns of rows with more cells than columns
 _BUILDERS = {".json": "json", ".csv": "csv", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _LOADING = ("dataset_config_name", "streaming", "raw_kwargs")
 _COLUMNS = {"input_ids", "text", *CONVERSATIONS}  # of a mapping that is one batch, and no mapping of splits
@@ -294,12 +298,20 @@ def _loaded(what: str, settings: DataSettings, label: str, **files: Any) -> Any:
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DatasetError(f"{label}: reading it needs the package datasets; pip install 'compressor-harness[data]'") from error
+    options = {**(_CSV if _is_csv(what) else {}), **files, **(settings.raw_kwargs or {})}
     try:
-        with _bars_on_terminals():
-            return load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **files, **(settings.raw_kwargs or {}))
+        with _bars_on_terminals(), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=_SURPLUS)
+            return load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **options)
     except (DatasetsError, *CLIENT_ERRORS, ValueError, TypeError, KeyError, StopIteration) as error:
         is_local = is_there(Path(label)) or bool(files)
         raise DatasetError(f"{label}: no dataset can be loaded from there ({_reason(error)}); {_remedy(error, is_local)}") from error
+
+
+def _is_csv(what: str) -> bool:
+    """Tell whether `datasets` will read .csv files: one, or a folder of them."""
+    folder = Path(what)
+    return what == _BUILDERS[".csv"] or (is_there(folder) and folder.is_dir() and any(folder.rglob("*.csv")))
 
 
 def _reason(error: BaseException) -> str:
@@ -310,6 +322,8 @@ def _reason(error: BaseException) -> str:
     known = cause if isinstance(error, DatasetGenerationError) and cause is not None else error
     if isinstance(known, StopIteration):  # how `datasets` ends on a file without rows
         return "it holds no row"
+    if _SURPLUS in str(known):
+        return "a row has more cells than there are columns: put texts that hold commas in quotation marks"
     return " ".join(str(known).split())[:300].rstrip(".") or type(known).__name__
 
 

@@ -59,6 +59,13 @@ def test_the_same_rows_from_every_source(kind: str, tmp_path: Path, monkeypatch:
     assert ids_of(source, split=split) == PLAIN
 
 
+def test_words_of_a_csv_that_pandas_takes_for_nothing_are_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "d.csv").write_text("text\nNA\nnull\nwords\n")
+    found = open_source(tmp_path / "d.csv", DataSettings(), batch_size=None, shuffle_seed=None)
+    assert [row["text"] for row in found] == ["NA", "null", "words"]
+
+
 def test_csv_has_columns_that_are_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "d.csv"
@@ -254,6 +261,12 @@ def test_a_collator_names_all_rows_of_its_batch_and_takes_no_shuffled_stream() -
         ("d.json", b'[{"text": ', r"\((JSON parse error|Expected object).*; repair the file$"),
         ("d.json", b"", r"\(it holds no row\); repair the file$"),
         ("d.csv", b"", r"\(No columns to parse from file\); repair the file$"),
+        (
+            "d.csv",
+            b"text\na b,c\nd,e\n",
+            r"\(a row has more cells than there are columns: put texts .* quotation marks\); repair the file$",
+        ),
+        ("folder/d.csv", b"id,text\n1,a b,c\n", r"\(a row has more cells than there are columns: .*; repair the file$"),
         ("d.csv", b'text\n"open\nx\n', r"EOF inside string starting at row 1\); repair the file$"),
         ("folder/notes", b"nothing", r"; put files of rows there, or name another place$"),
     ],
