@@ -70,8 +70,8 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None, inputs
     if isinstance(source, list | tuple) and not hasattr(source, "_fields"):  # the parts of a PackedSequence are no rows
         return _list_rows(source, text_column, shuffle_seed)
     raise DatasetError(
-        f"dataset: a {type(source).__name__} is no source of calibration data; give a file (.jsonl, .txt, .parquet, .safetensors, .json, .csv), "
-        "a Hugging Face Dataset, a list of texts or token tensors, or a DataLoader"
+        f"dataset: a {type(source).__name__} is no source of calibration data; give a file (.jsonl, .txt, .parquet, .safetensors, .json, "
+        ".csv), a Hugging Face Dataset, a list of texts or token tensors, or a DataLoader"
     )
 
 
@@ -120,9 +120,8 @@ def _read_file(path: Path, text_column: str, seed: int | None, inputs: Collectio
     if (found := _refusal(path)) is not None:
         raise DatasetError(f"{str(path)[:200]}: {found}; check the path (a dataset of the hub is named owner/name)")
     if suffix not in readers:
-        raise DatasetError(
-            f"{path}: the extension {path.suffix!r} is unknown; give a file that ends in one of {', '.join([*readers, *BY_DATASETS])}"
-        )
+        known = ", ".join([*readers, *(() if suffix in BY_DATASETS else BY_DATASETS)])
+        raise DatasetError(f"{path}: the extension {path.suffix!r} is unknown; give a file that ends in one of {known}")
     return readers[suffix](path, text_column, seed)
 
 

@@ -264,7 +264,7 @@ def test_a_collator_names_all_rows_of_its_batch_and_takes_no_shuffled_stream() -
         (
             "d.csv",
             b"text\na b,c\nd,e\n",
-            r"\(a row has more cells than there are columns: put texts .* quotation marks\); repair the file$",
+            r"\(a row has more cells than there are columns: put .* quotation marks\); repair the file$",
         ),
         ("folder/d.csv", b"id,text\n1,a b,c\n", r"\(a row has more cells than there are columns: .*; repair the file$"),
         ("d.csv", b'text\n"open\nx\n', r"EOF inside string starting at row 1\); repair the file$"),
