@@ -275,7 +275,9 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> 
         return _loaded(str(source), settings, str(source))
     is_file = is_there(path) and path.is_file()
     is_folder = is_there(path) and path.is_dir() and suffix not in (*_BUILDERS, *_READ_HERE)
-    special = needs_rows or settings.streaming or settings.raw_kwargs or settings.split or settings.dataset_config_name
+    special = needs_rows or settings.streaming or settings.raw_kwargs or settings.split
+    if is_file and settings.dataset_config_name not in (None, "default"):  # as `datasets` calls what a file holds
+        _refuse(settings, "this file has no configurations", ["dataset_config_name"])
     if is_file and suffix in _BUILDERS and (special or suffix not in _READ_HERE):
         return _loaded(_BUILDERS[suffix], settings, str(source), data_files=str(path))
     if is_folder and any((path / name).is_file() for name in _SAVED):

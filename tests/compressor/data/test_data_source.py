@@ -179,6 +179,13 @@ def test_a_kind_of_files_may_stand_for_the_dataset(tmp_path: Path, monkeypatch: 
     assert ids_of("json", split="train[1:]", raw_kwargs={"data_files": str(tmp_path / "d.txt")}) == PLAIN[1:]
 
 
+@pytest.mark.parametrize("name", ["d.jsonl", "d.csv"])
+def test_a_file_has_no_configurations_to_choose_from(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"input_ids": [1, 2]}\n')
+    with pytest.raises(DatasetError, match="dataset_config_name: 'main' was given, but this file has no configurations; leave it out"):
+        ids_of(tmp_path / name, dataset_config_name="main")
+
+
 @pytest.mark.parametrize(("name", "value"), [("streaming", True), ("dataset_config_name", "main"), ("raw_kwargs", {"revision": "x"})])
 def test_what_says_how_to_load_is_refused_where_nothing_is_loaded(name: str, value: Any, tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
