@@ -313,7 +313,9 @@ class LeftMemory(TorchFunctionMode):
         """
         super().__init__()
         self.first = ""
-        self._held = {_memory(item): _hold(item) for item in _tensors([*held])}
+        tensors = [*_tensors([*held])]
+        self._held = {_memory(item): _hold(item) for item in tensors}
+        self._known = {id(item): weakref.ref(item) for item in tensors}
         self._owners: dict[object, tuple[Any, object]] = {}  # of memory, which is kept from being another's later
         self._now: tuple[object, ...] = ()
 
@@ -336,7 +338,7 @@ class LeftMemory(TorchFunctionMode):
         for item, version in held:
             if item._version != version:
                 del self._held[_memory(item)]
-                self._use(item)
+                self._owners[_memory(item)] = _hold(item), self._now[0]
         for item in _tensors(result):
             self._use(item)
         return result
@@ -345,6 +347,9 @@ class LeftMemory(TorchFunctionMode):
         """Let the forward that runs have a memory that no other has; false for what all have."""
         key = _memory(tensor)
         if key in self._held:
+            return False
+        if key not in self._owners and (known := self._known.get(id(tensor))) is not None and known() is tensor:
+            self._held[key] = _hold(tensor)  # a weight that has been brought to the device
             return False
         hold, owner = self._owners.get(key, (None, None))
         if hold is None or (isinstance(hold, weakref.ref) and hold() is not tensor):
