@@ -130,7 +130,7 @@ def _refusal(path: Path) -> str | None:
         if path.is_file():
             return None
         if path.exists() and not path.is_dir():
-            return "this is no regular file but a pipe, a socket or a device; write the rows to a file"
+            return "this is no regular file but a pipe, a socket or a device"
         return "this is no file, or a link to none" if path.is_dir() or path.is_symlink() else "no such file"
     except OSError:  # a name that no disk takes
         return "no such file"

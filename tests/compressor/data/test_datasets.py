@@ -282,7 +282,7 @@ def test_what_is_there_and_no_regular_file_is_no_name_on_the_hub(
     monkeypatch.chdir(tmp_path)
     Path("rows").mkdir()
     make(name)
-    with pytest.raises(DatasetError, match=f"^{name}: this is no regular file but a pipe, a socket or a device; write the rows to a file"):
+    with pytest.raises(DatasetError, match=f"^{name}: this is no regular file but a pipe, a socket or a device; check the path"):
         load_dataset_source(name, tokenizer=tokenizer)
 
 
