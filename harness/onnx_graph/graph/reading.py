@@ -110,7 +110,7 @@ def _loaded(proto: onnx.ModelProto, file: str) -> ir.Model:
     if proto.functions:
         proto = inlined(proto, file)
     _check_order(proto, file)
-    _check_sizes(proto, file)
+    _check_sizes(proto.graph, file)
     _check_operators(proto.graph, _check_versions(proto, file), file)
     try:
         return ir.from_proto(proto)
@@ -171,21 +171,43 @@ def _why(graph: onnx.GraphProto, name: str) -> str:
     return "which nothing computes; export it again"
 
 
-_PACKED_BITS = {
-    getattr(onnx.TensorProto, name): bits
-    for name, bits in {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}.items()
-    if hasattr(onnx.TensorProto, name)
-}
+_FEW_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2, "FLOAT6E2M3": 6, "FLOAT6E3M2": 6}
+_PACKED_BITS = {getattr(onnx.TensorProto, name): bits for name, bits in _FEW_BITS.items() if hasattr(onnx.TensorProto, name)}
+_COMPLEX = (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128)  # listed as two numbers each
 
 
-def _check_sizes(proto: onnx.ModelProto, file: str) -> None:
-    """Tensors have as many bytes as they say; what is read later relies on it."""
-    for tensor in proto.graph.initializer:
-        bits = _bits(tensor, file)
-        wanted = -(-math.prod(tensor.dims) * bits // 8)
-        if min(tensor.dims, default=0) < 0 or (tensor.HasField("raw_data") and len(tensor.raw_data) != wanted):
-            held = f"{list(tensor.dims)} of {bits} bits, and {len(tensor.raw_data)} bytes"
-            raise UserInputError(f"{file}: initializer {tensor.name} says {held}, which do not fit; export the model again")
+def _check_sizes(graph: onnx.GraphProto, file: str) -> None:
+    """Tensors, those of attributes and of branches too, have as many numbers as they say; what is read later relies on it."""
+    for tensor in graph.initializer:
+        _check_size(tensor, f"{file}: initializer {tensor.name}")
+    for node in graph.node:
+        where = f"{file}: {node.op_type} {node.name or next(iter(node.output), '')}".strip()
+        for attribute in node.attribute:
+            for tensor in (*((attribute.t,) if attribute.HasField("t") else ()), *attribute.tensors):
+                _check_size(tensor, f"{where}: its attribute {attribute.name}")
+            for inner in (attribute.g, *attribute.graphs):
+                _check_sizes(inner, file)
+
+
+def _check_size(tensor: onnx.TensorProto, where: str) -> None:
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return
+    try:
+        bits = _PACKED_BITS.get(tensor.data_type) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+        listed = getattr(tensor, onnx.helper.tensor_dtype_to_field(tensor.data_type))
+    except KeyError as error:
+        raise UserInputError(
+            f"{where} has type {tensor.data_type}, which onnx {onnx.__version__} does not know; export it again"
+        ) from error
+    count, is_raw = math.prod(tensor.dims), tensor.HasField("raw_data")
+    if is_raw or bits <= 4:  # codes of so few bits are listed by the byte, those of 6 bits one by one
+        wanted = -(-count * bits // 8)
+    else:
+        wanted = count * (2 if tensor.data_type in _COMPLEX else 1)
+    held = len(tensor.raw_data) if is_raw else len(listed)
+    if min(tensor.dims, default=0) < 0 or held != wanted:
+        says = f"{list(tensor.dims)} of {bits} bits, and {held} {'bytes' if is_raw else 'numbers'}"
+        raise UserInputError(f"{where} says {says}, which do not fit; export the model again")
 
 
 _UNNAMED = "com.microsoft"
@@ -250,16 +272,6 @@ def _check_versions(proto: onnx.ModelProto, file: str) -> dict[str, int]:
             f"{file}: opset {versions['']} is none that onnx {onnx.__version__} knows; export it for 1 to {newest}, or install a newer onnx"
         )
     return versions
-
-
-def _bits(tensor: onnx.TensorProto, file: str) -> int:
-    """Bits of an element."""
-    try:
-        return _PACKED_BITS.get(tensor.data_type) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
-    except KeyError as error:
-        raise UserInputError(
-            f"{file}: initializer {tensor.name} has type {tensor.data_type}, which onnx {onnx.__version__} does not know; export it again"
-        ) from error
 
 
 def _dense(proto: onnx.ModelProto, file: str) -> onnx.ModelProto:

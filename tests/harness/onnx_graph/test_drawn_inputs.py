@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import numpy as np
 import onnx
@@ -13,6 +14,7 @@ from compressor.errors import UserInputError
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.nodes import NumericEqual
 from harness.onnx_graph.graph.drawn_inputs import example_inputs, other_inputs
+from harness.onnx_graph.graph.reading import load_graph
 
 MASKED = "f = Cast<to = 1>({0}) i = Sub(one, f) b = Mul(i, far) r = Add(x, b) w = Softmax(r) y = Mul(w, x)"
 UNMASKED = "w = Softmax(x) y = Mul(w, x)"
@@ -245,6 +247,27 @@ def _huge(model: onnx.ModelProto) -> None:
     model.graph.initializer[0].dims[:] = [1 << 40]
 
 
+def _few_numbers(model: onnx.ModelProto) -> None:
+    model.graph.initializer[0].CopyFrom(helper.make_tensor("one", onnx.TensorProto.FLOAT, [3], [1, 1, 1]))
+    del model.graph.initializer[0].float_data[-1]
+
+
+def _constant(model: onnx.ModelProto, dims: list[int]) -> None:
+    node = helper.make_node("Constant", [], ["one"], value=numpy_helper.from_array(np.ones(3, np.float32)))
+    node.attribute[0].t.dims[:] = dims
+    del model.graph.initializer[:]
+    model.graph.node.insert(0, node)
+
+
+def _in_a_branch(model: onnx.ModelProto) -> None:
+    held = model.graph.initializer[0]
+    branch = helper.make_graph([helper.make_node("Neg", ["own"], ["z"])], "b", [], [helper.make_tensor_value_info("z", 1, None)])
+    branch.initializer.add().CopyFrom(held)
+    branch.initializer[0].name, branch.initializer[0].dims[:] = "own", [7]
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
+    model.graph.node.append(helper.make_node("If", ["yes"], ["unread"], then_branch=branch, else_branch=branch))
+
+
 def _unknown(model: onnx.ModelProto) -> None:
     model.graph.initializer[0].data_type = 99
 
@@ -258,6 +281,10 @@ def _one_input(model: onnx.ModelProto) -> None:
     [
         (_short, "initializer one says .* do not fit"),
         (_huge, "initializer one says .* do not fit"),
+        (_few_numbers, "initializer one says .* 2 numbers, which do not fit"),
+        (partial(_constant, dims=[4]), "Constant one: its attribute value says .* do not fit"),
+        (partial(_constant, dims=[-3]), "Constant one: its attribute value says .* do not fit"),
+        (_in_a_branch, "initializer own says .* do not fit"),
         (_unknown, "initializer one has type 99, which onnx .* does not know|99 is not a valid DataType"),
         (_one_input, "Add .* has 1 inputs and needs 2"),
     ],
@@ -267,3 +294,15 @@ def test_a_file_whose_sizes_do_not_fit_is_said_to_be_one(damage, message: str) -
     damage(model)
     with pytest.raises(UserInputError, match=message):
         NumericEqual().check(model, model)
+
+
+@pytest.mark.parametrize("kind", [one for one in onnx.TensorProto.DataType.values() if one not in (0, onnx.TensorProto.STRING)])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_tensors_of_every_type_are_read_as_onnx_writes_them(kind: int, count: int) -> None:
+    """Codes of 2, 4 and 6 bits are packed, complex numbers listed as two."""
+    numbers = np.ones(count, helper.tensor_dtype_to_np_dtype(kind))
+    for tensor in (numpy_helper.from_array(numbers), helper.make_tensor("", kind, [count], numbers)):
+        model = _model("", "y = Add(x, one)")
+        tensor.name = "unread"
+        model.graph.initializer.append(tensor)
+        assert load_graph(model).graph.initializers["unread"].shape == (count,)
