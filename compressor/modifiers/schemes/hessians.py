@@ -90,10 +90,10 @@ def _matched(x: Tensor, rows: Tensor, base: Tensor, base_rows: Tensor) -> Tensor
 
 
 def _holds_batch(x: Tensor, batch_shape: tuple[int, ...] | None) -> bool:
-    """True for an input with a place for each sequence, or for each token, of the batch: what was picked by values has none."""
+    """True for an input with a place for each sample, or for each token, of the batch: what was picked by values has none."""
     if batch_shape is None:
         return False
-    return (x.dim() > 2 and x.shape[0] == batch_shape[0]) or x.shape[:-1].numel() == prod(batch_shape)
+    return (x.dim() > 2 and x.shape[0] == batch_shape[0]) or x.shape[:-1].numel() in (batch_shape[0], prod(batch_shape))
 
 
 class SharedInput(NamedTuple):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import PrivateAttr
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import compressor.modifiers.gptq
@@ -207,6 +208,27 @@ def test_experts_compare_tokens_that_both_models_send_them(shifts: Shifts) -> No
         _, shift = shifts[name]
         assert shift is not None
         torch.testing.assert_close(shift, expected, rtol=1e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+class _Rows(nn.Module):
+    """Hidden states of two dimensions: what it is handed has no tokens, or they are summed up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x.sum(1) if x.dim() > 2 else x))
+
+
+@pytest.mark.parametrize("shape", [(6, 32), (6, 3, 32)], ids=["rows", "pooled"])
+def test_hidden_states_of_two_dimensions_have_a_place_for_each_sample(shifts: Shifts, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    batches = DataLoader([{"x": torch.randn(shape)} for _ in range(2)], batch_size=None)
+    result = oneshot(_Rows(), recipe=gptq([], target="base"), dataset=batches)
+    assert not any("not known" in note for note in result.report.notes)
+    _, shift = shifts["layers.1.0"]
+    assert shift is not None and bool(shift.any())
 
 
 def test_inputs_that_cannot_be_lined_up_are_noted() -> None:
