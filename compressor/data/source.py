@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from compressor.data.media import Media
 from compressor.data.presets import Preset, find_preset, unknown_preset
-from compressor.data.rows import CONVERSATIONS
+from compressor.data.rows import CONVERSATIONS, TEXT_COLUMN
 from compressor.data.user_code import errors_named, function_label, read_through
 from compressor.errors import DatasetError
 from compressor.model.folder import is_there
@@ -32,6 +32,7 @@ _READ_HERE = (".jsonl", ".txt", ".parquet", ".safetensors")
 # Else pandas takes what stands before the last commas of a row for its name, and drops it; and texts such as "NA" for nothing.
 _CSV = {"index_col": False, "keep_default_na": False}
 _SURPLUS = "Length of header or names does not match length of data"  # how pandas warns of rows with more cells than columns
+_WHOLE = "a row has more cells than there are columns: put texts that hold commas in quotation marks"
 _BUILDERS = {".json": "json", ".csv": "csv", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
 _LOADING = ("dataset_config_name", "streaming", "raw_kwargs")
 _COLUMNS = {"input_ids", "text", *CONVERSATIONS}  # of a mapping that is one batch, and no mapping of splits
@@ -49,6 +50,7 @@ def open_source(
     shuffle_seed: int | None,
     tokenizer: Any = None,
     media: Media | None = None,
+    text_column: str = TEXT_COLUMN,
 ) -> Any:
     """Find what rows are read from.
 
@@ -60,6 +62,7 @@ def open_source(
         shuffle_seed: for the order of rows before a collator; None keeps it.
         tokenizer: that will read the texts, if there is one; decides how a calibration set of conversations is written out.
         media: turns rows with images, videos or audio into batches; None reads their texts alone.
+        text_column: which of a .csv are texts, whatever they look like.
 
     Returns:
         What `load_dataset_source` takes; a DataLoader where there is a collator, or a processor goes over the rows.
@@ -79,7 +82,7 @@ def open_source(
     opened = source if preset is None else _loaded(preset.repo, settings, str(source))
     if preset is None and isinstance(source, str | Path):
         sees_rows = settings.data_collator is not None or (media is not None and media.is_taken)
-        opened = _opened(source, settings, needs_rows=bool(functions) or sees_rows)
+        opened = _opened(source, settings, needs_rows=bool(functions) or sees_rows, text_column=text_column)
     if opened is source and not (isinstance(source, str | Path) and not is_there(Path(source))):
         _refuse(settings, "this data is not loaded by datasets.load_dataset", _LOADING)
     rows = _chosen_split(opened, settings.split)
@@ -178,6 +181,29 @@ class _MappedStream:
 
 
 @dataclass(frozen=True)
+class _CsvStream:
+    """Rows of .csv files, which are parsed only while they are taken."""
+
+    rows: Any
+    label: str
+    column_names = None
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self.rows)
+        while True:
+            try:
+                with _no_cell_lost():
+                    row = next(iterator)
+            except StopIteration:
+                return
+            except Warning as error:
+                if _SURPLUS not in str(error):
+                    raise
+                raise DatasetError(f"{self.label}: {_WHOLE}; repair the file") from error
+            yield row
+
+
+@dataclass(frozen=True)
 class _NumberedRows(Dataset[Any]):
     """Rows with their numbers, by which a collator's errors name them."""
 
@@ -268,18 +294,18 @@ def _chosen_split(source: Any, split: str | None) -> Any:
     return rows.select(chosen) if hasattr(rows, "select") else [rows[index] for index in chosen]
 
 
-def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> Any:
+def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool, text_column: str) -> Any:
     """A dataset that has to be loaded by `datasets`; other paths as they are, to be read line by line."""
     path, suffix = Path(source), Path(source).suffix.lower()
     if not is_there(path) and source in _BUILDERS.values() and "data_files" in (settings.raw_kwargs or {}):
-        return _loaded(str(source), settings, str(source))
+        return _loaded(str(source), settings, str(source), text_column)
     is_file = is_there(path) and path.is_file()
     is_folder = is_there(path) and path.is_dir() and suffix not in (*_BUILDERS, *_READ_HERE)
     special = needs_rows or settings.streaming or settings.raw_kwargs or settings.split
     if is_file and settings.dataset_config_name not in (None, "default"):  # as `datasets` calls what a file holds
         _refuse(settings, "this file has no configurations", ["dataset_config_name"])
     if is_file and suffix in _BUILDERS and (special or suffix not in _READ_HERE):
-        return _loaded(_BUILDERS[suffix], settings, str(source), data_files=str(path))
+        return _loaded(_BUILDERS[suffix], settings, str(source), text_column, data_files=str(path))
     if is_folder and any((path / name).is_file() for name in _SAVED):
         from datasets import load_from_disk
 
@@ -287,27 +313,37 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool) -> 
         return load_from_disk(str(path))
     is_name = isinstance(source, str) and not is_there(path) and _HUB_NAME.match(source) and suffix not in _BUILDERS
     if is_folder or is_name:
-        return _loaded(str(source), settings, str(source))
+        return _loaded(str(source), settings, str(source), text_column)
     if isinstance(source, str) and not is_there(path) and not suffix and path.name == source:
         raise unknown_preset(source)
     return source
 
 
-def _loaded(what: str, settings: DataSettings, label: str, **files: Any) -> Any:
+def _loaded(what: str, settings: DataSettings, label: str, text_column: str = TEXT_COLUMN, **files: Any) -> Any:
     """`datasets.load_dataset`, its errors in one line."""
     try:
         from datasets import load_dataset
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DatasetError(f"{label}: reading it needs the package datasets; pip install 'compressor-harness[data]'") from error
-    options = {**(_CSV if _is_csv(what) else {}), **files, **(settings.raw_kwargs or {})}
+    csv = {**_CSV, "converters": {text_column: str}} if _is_csv(what) else {}
+    options = {**csv, **files, **(settings.raw_kwargs or {})}
     try:
-        with _bars_on_terminals(), warnings.catch_warnings():
-            warnings.filterwarnings("error", message=_SURPLUS)
-            return load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **options)
+        with _bars_on_terminals(), _no_cell_lost():
+            found = load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **options)
     except (DatasetsError, *CLIENT_ERRORS, ValueError, TypeError, KeyError, StopIteration) as error:
         is_local = is_there(Path(label)) or bool(files)
         raise DatasetError(f"{label}: no dataset can be loaded from there ({_reason(error)}); {_remedy(error, is_local)}") from error
+    if not (csv and settings.streaming):
+        return found
+    return {name: _CsvStream(rows, label) for name, rows in found.items()} if isinstance(found, Mapping) else _CsvStream(found, label)
+
+
+@contextmanager
+def _no_cell_lost() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=_SURPLUS)
+        yield
 
 
 def _is_csv(what: str) -> bool:
@@ -325,7 +361,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(known, StopIteration):  # how `datasets` ends on a file without rows
         return "it holds no row"
     if _SURPLUS in str(known):
-        return "a row has more cells than there are columns: put texts that hold commas in quotation marks"
+        return _WHOLE
     return " ".join(str(known).split())[:300].rstrip(".") or type(known).__name__
 
 

@@ -449,7 +449,15 @@ def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words) -> Cali
     chosen = DataSettings.of(settings)
     drawn = settings.seed if shuffle else None
     media = Media.of(model, partial(_processor, settings, loaded), settings.text_column)
-    source = open_source(settings.dataset, chosen, batch_size=settings.batch_size, shuffle_seed=drawn, tokenizer=tokenizer, media=media)
+    source = open_source(
+        settings.dataset,
+        chosen,
+        batch_size=settings.batch_size,
+        shuffle_seed=drawn,
+        tokenizer=tokenizer,
+        media=media,
+        text_column=settings.text_column,
+    )
     collated = isinstance(source, DataLoader) and source is not settings.dataset
     data = load_dataset_source(
         source,

@@ -66,6 +66,30 @@ def test_words_of_a_csv_that_pandas_takes_for_nothing_are_texts(tmp_path: Path, 
     assert [row["text"] for row in found] == ["NA", "null", "words"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("words", [["12", "007"], ["True", "False"], ["1e5", "word"], ["2020-01-01", ""]])
+def test_texts_of_a_csv_stay_texts_whatever_they_look_like(
+    words: list[str], streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "d.csv").write_text("number,words\n" + "".join(f"{number},{word}\n" for number, word in enumerate(words)))
+    settings = DataSettings(streaming=streaming)
+    found = open_source(tmp_path / "d.csv", settings, batch_size=None, shuffle_seed=None, text_column="words")
+    assert list(found) == [{"number": number, "words": word} for number, word in enumerate(words)]
+
+
+def test_surplus_cells_of_a_csv_are_seen_in_a_stream(tmp_path: Path) -> None:
+    path = tmp_path / "d.csv"
+    path.write_text("id,words\n1,a b,c d\n2,e,f\n")
+    found = open_source(path, DataSettings(streaming=True), batch_size=None, shuffle_seed=None, text_column="words")
+    with pytest.raises(
+        DatasetError, match=r"d\.csv: a row has more cells than there are columns: put texts .* in quotation marks; repair the file$"
+    ):
+        list(found)
+    named = DataSettings(streaming=True, raw_kwargs={"index_col": 0})
+    assert [row["words"] for row in open_source(path, named, batch_size=None, shuffle_seed=None)] == ["c d", "f"]
+
+
 def test_csv_has_columns_that_are_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     path = tmp_path / "d.csv"
