@@ -18,44 +18,31 @@ _PIPELINES = {"datafree": "data_free", "independent": None}
 _BUILDERS = ("csv", "json", "custom", "text", "parquet")
 """Names that say of what kind `dataset_path` is, which its ending says here."""
 
-MODULES = frozenset(
-    f"compressor.{name}"
-    for name in (
-        "args",
-        "core",
-        "core.events",
-        "core.session_functions",
-        "core.state",
-        "datasets",
-        "datasets.utils",
-        "entrypoints.model_free",
-        "entrypoints.utils",
-        "modeling",
-        "modeling.moe",
-        "modeling.moe.context",
-        "modeling.moe.linearize",
-        "modeling.prepare",
-        "modifiers.awq",
-        "modifiers.awq.mappings",
-        "modifiers.logarithmic_equalization",
-        "modifiers.obcq",
-        "modifiers.pruning.constant",
-        "modifiers.smoothquant",
-        "modifiers.smoothquant.utils",
-        "modifiers.transform",
-        "modifiers.transform.awq",
-        "modifiers.transform.awq.mappings",
-        "modifiers.transform.quip",
-        "modifiers.transform.smoothquant",
-        "modifiers.transform.spinquant",
-        "modifiers.transform.spinquant.mappings",
-        "modifiers.transform.spinquant.norm_mappings",
-        "transformers",
-        "utils",
-        "utils.dev",
-        "utils.transformers",
-    )
-)
+_HOMES = """
+    args args.dataset_arguments args.model_arguments args.recipe_arguments
+    core core.events core.events.event core.lifecycle core.session core.session_functions core.state
+    datasets datasets.utils
+    entrypoints.model_free entrypoints.utils
+    logger
+    modeling modeling.moe modeling.moe.context modeling.moe.linearize modeling.prepare
+    modifiers.awq modifiers.awq.mappings
+    modifiers.interface modifiers.modifier
+    modifiers.logarithmic_equalization modifiers.logarithmic_equalization.base
+    modifiers.obcq modifiers.obcq.sgpt_base
+    modifiers.pruning.constant modifiers.pruning.constant.base
+    modifiers.quantization.gptq modifiers.quantization.quantization modifiers.quantization.quantization.base
+    modifiers.smoothquant modifiers.smoothquant.base modifiers.smoothquant.utils
+    modifiers.transform
+    modifiers.transform.awq modifiers.transform.awq.base modifiers.transform.awq.mappings
+    modifiers.transform.quip modifiers.transform.quip.base
+    modifiers.transform.smoothquant modifiers.transform.smoothquant.base
+    modifiers.transform.spinquant modifiers.transform.spinquant.base
+    modifiers.transform.spinquant.mappings modifiers.transform.spinquant.norm_mappings
+    transformers transformers.compression transformers.compression.compressed_tensors_utils
+    transformers.data transformers.data.base
+    utils utils.dev utils.transformers
+"""
+MODULES = frozenset(f"compressor.{name}" for name in _HOMES.split())
 """Modules from which scripts import there, and which do not exist here: each gives all public names, and says of NAMES what to do."""
 
 
@@ -153,6 +140,7 @@ _SESSION = "a run has a session of its own, which is closed with it; what a modi
 _EXPERTS = "load the model with from_pretrained, or give oneshot its folder: experts that are stored as one are taken apart for the run"
 _FIELDS = "give its fields to oneshot() as keywords"
 _DATA = "give oneshot() the dataset itself; among several processes it divides that"
+_LOGGING = "import logging, and take logging.getLogger('compressor')"
 _AS_TABLE = "write it as a mapping with the same keys: {}"
 
 NAMES = {
@@ -174,6 +162,11 @@ NAMES = {
     "DatasetArguments": _FIELDS,
     "ModelArguments": _FIELDS,
     "RecipeArguments": _FIELDS,
+    "configure_logger": _LOGGING,
+    "logger": _LOGGING,
+    "LoggerConfig": _LOGGING,
+    "modify_save_pretrained": "leave the call out: `save_pretrained` of `result.model` writes it compressed",
+    "TextGenerationDataset": "give oneshot() a dataset with preprocessing_func=",
     "get_calibration_dataloader": _DATA,
     "get_processed_dataset": _DATA,
     "get_rank_partition": _DATA,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -38,12 +40,26 @@ def test_a_name_is_imported_from_its_home_and_others_are_no_attributes() -> None
         ("core.events", "Event"),
         ("core.state", "State"),
         ("transformers", "oneshot"),
+        ("modifiers.quantization.gptq", "GPTQModifier"),
+        ("modifiers.quantization.quantization.base", "QuantizationModifier"),
+        ("modifiers.transform.awq.base", "AWQModifier"),
+        ("entrypoints", "oneshot"),
+        ("entrypoints.oneshot", "oneshot"),
         ("entrypoints", "model_free_ptq"),
         ("entrypoints.model_free", "model_free_ptq"),
     ],
 )
 def test_names_are_found_where_llmcompressor_has_them(module: str, name: str) -> None:
     assert getattr(importlib.import_module(f"compressor.{module}"), name) is getattr(compressor, name)
+
+
+def test_no_module_hides_a_public_name_that_its_package_gives() -> None:
+    """Importing a module makes it an attribute of its package, before which no `__getattr__` is asked."""
+    importlib.import_module("compressor.entrypoints.oneshot")
+    homes = [module for name, module in sys.modules.items() if name.startswith("compressor") and "__getattr__" in vars(module)]
+    assert len(homes) > 5
+    hidden = [name for home in homes for name in compressor.__all__ if isinstance(vars(home).get(name), ModuleType)]
+    assert set(hidden) <= {"model_free"}  # a module of entrypoints there, too
 
 
 def test_what_is_nowhere_is_no_module_and_no_name() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import subprocess
 import sys
@@ -167,7 +168,9 @@ def test_a_model_in_memory_is_not_moved(llama_dir: Path, tokens_file: Path, monk
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype="auto")
-    monkeypatch.setattr("compressor.entrypoints.oneshot.resolve_device", torch.device)  # as on a machine with a GPU
+    monkeypatch.setattr(
+        importlib.import_module("compressor.entrypoints.oneshot"), "resolve_device", torch.device
+    )  # as on a machine with a GPU
     with pytest.raises(ModelError, match=r"device='cuda' was given for a model that is on cpu"):
         oneshot(model, recipe=GOOD, dataset=tokens_file, device="cuda")
     monkeypatch.undo()

@@ -5,6 +5,7 @@ Each is one line and exit code 1 (2 for wrong arguments of the command line); no
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import struct
@@ -432,7 +433,11 @@ def test_a_modifier_that_was_used_is_refused(llama_dir: Path) -> None:
 
 def test_a_disk_without_room_is_known_before_calibration(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("compressor.entrypoints.oneshot.run_pipeline", lambda *args, **keywords: pytest.fail("calibration has begun"))
+    monkeypatch.setattr(
+        importlib.import_module("compressor.entrypoints.oneshot"),
+        "run_pipeline",
+        lambda *args, **keywords: pytest.fail("calibration has begun"),
+    )
     base = sum(path.stat().st_size for path in llama_dir.glob("*.safetensors"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=base // 2))
     with pytest.raises(CheckpointError, match=r"this run will write about [\d,]+ bytes there, and [\d,]+ are free"):

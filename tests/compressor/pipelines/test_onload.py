@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -199,7 +200,9 @@ def test_weights_wait_where_they_would_fill_the_device_or_were_told_to(
     ],
 )
 def test_layers_that_have_no_turns_cannot_wait_for_them(recipe: Any, why: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compressor.entrypoints.oneshot.resolve_device", torch.device)  # as on a machine with a GPU
+    monkeypatch.setattr(
+        importlib.import_module("compressor.entrypoints.oneshot"), "resolve_device", torch.device
+    )  # as on a machine with a GPU
     with pytest.raises(TargetError, match=f"sequential_offload_device: 'cpu' was given, but {why}"):
         oneshot(folder, recipe=recipe, dataset=torch.ones(2, 4, dtype=torch.long), device="cuda", sequential_offload_device="cpu")
 
