@@ -16,7 +16,8 @@ from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
 from compressor.numerics import QuantizationArgs, weight_qparams
 
-__getattr__, __path__ = look_up, []  # llm-compressor has GPTQModifier here, and in a module below
+__getattr__ = look_up  # llm-compressor has GPTQModifier here,
+__path__: list[str] = []  # and in a module below
 
 
 class QuantizationModifier(TrainingModifier):
