@@ -150,7 +150,7 @@ def _layer_problems(judged: _Judged) -> Iterator[str]:
             yield f"{name}: is of {meant.name}, and {title} takes it for {layer.group.name}" + _of_shards(layer)
         elif not layer.is_named and layer.kind == "linear" and judged.server.wants_all_named and judged.groups:
             yield f"{name}: no target means it, which {title} refuses; add it to ignore"
-    yield from _embedding_problems(judged)
+    yield from _table_problems(judged)
 
 
 def _why_float(layer: Layer) -> str:
@@ -167,9 +167,11 @@ def _of_shards(layer: Layer) -> str:
     return f", as {' and '.join(layer.shards)} are one layer there" if len(layer.shards) > 1 else ""
 
 
-def _embedding_problems(judged: _Judged) -> Iterator[str]:
+def _table_problems(judged: _Judged) -> Iterator[str]:
     for layer in judged.layers:
         kernel = judged.kernel(layer)
+        if layer.kind == "head" and layer.group is not None and layer.group.weights.get("block_structure"):
+            yield f"{layer.name}: {judged.server.title} divides a head by rows and cannot divide its blocks; give it scales per channel"
         if layer.kind != "embedding" or layer.group is None:
             continue
         if kernel is None or kernel.layout not in judged.rules.embeddings or layer.group.inputs is not None:

@@ -215,7 +215,7 @@ FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 # Modules by the last part of their name, where the classes in the servers are not `...Linear`.
 
-HEADS = ("lm_head", "embed_out")  # ParallelLMHead
+HEADS = ("lm_head", "embed_out")  # ParallelLMHead; as embeddings divided by rows, with a scale for each (vocab_parallel_embedding.py)
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")  # VocabParallelEmbedding
 POSITIONS = ("wpe", "embed_positions", "position_embeddings")  # torch's own Embedding, always floats
 ROUTERS = ("gate", "router", "shared_expert_gate")

@@ -188,6 +188,14 @@ def test_groups_blocks_and_words_are_not_cut_among_gpus(workspace, pristine):
     assert UP not in shards  # the last shard may end within a block
 
 
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_head_in_blocks_is_refused(workspace, tmp_path, server):
+    blocks = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]}
+    recipe = {"QuantizationModifier": {"config_groups": {"head": {"targets": ["lm_head"], "weights": blocks}}}}
+    oneshot(workspace.base, recipe=recipe, output_dir=tmp_path / "out", progress=False)
+    assert "cannot divide its blocks; give it scales per channel" in found(read_subject(workspace.base, tmp_path / "out"), server)["serving.layers"]
+
+
 def test_a_policy_may_allow_schemes_that_nobody_serves(workspace, pristine):
     subject = read_subject(workspace.base, pristine("W3A16"))
     records = {record.name: record for record in check_serving(subject, "sglang", Policy(allow_unserved_schemes=True))}
