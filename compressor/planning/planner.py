@@ -27,6 +27,7 @@ from compressor.model.class_readers import check_readable
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
+from compressor.model.loading.sample_batches import batch_of_shapes, describe_batch, reads
 from compressor.model.loading.stand_in import load_skeleton
 from compressor.modifiers.gptq import Mode
 from compressor.modifiers.schemes.base import SchemeModifier
@@ -212,12 +213,12 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
                 setting = replace(setting, num_ahead=1 if on_gpu else 0)
             attention, unwritable = _attention(skeleton, parsed.modifiers), _unwritable(skeleton, parsed.modifiers)
             with _reshaped(skeleton, parsed.modifiers):
-                follow = _Following(skeleton, batches.example())
+                follow = _Following(skeleton, batches)
                 made = _made(skeleton, parsed, chosen, settings, setting, follow)
                 alone = None
                 if settings.ranks > 1:
                     same = batches.batch_size == of_all.batch_size
-                    follow_all = follow if same else _Following(skeleton, of_all.example())
+                    follow_all = follow if same else _Following(skeleton, of_all)
                     alone = _made(skeleton, parsed, chosen, settings, replace(setting, batches=of_all), follow_all).estimate.seconds
                 modes = {
                     mode: _made(skeleton, other, chosen, settings, setting, follow).estimate
@@ -271,15 +272,20 @@ def _other_modes(parsed: Recipe, settings: PlanSettings) -> dict[str, Recipe]:
 class _Following:
     """Follows a forward of the model on shapes; modes that stop and look at the same places share one."""
 
-    def __init__(self, skeleton: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-        self._skeleton, self._batch = skeleton, batch
+    def __init__(self, skeleton: nn.Module, batches: Batches) -> None:
+        self._skeleton, self._batches = skeleton, batches
         self._found: dict[tuple[str, ...], list[Footprint]] = {}
+        self.basis = ""
 
     def __call__(self, layers: Sequence[str], watched: Sequence[str]) -> list[Footprint]:
         places = (*layers, "", *watched)
         if places not in self._found:
+            batch = batch_of_shapes(self._skeleton, self._batches.batch_size, self._batches.num_tokens)
             with calibration_mode(State(model=self._skeleton)):
-                self._found[places] = measure_footprints(self._skeleton, self._batch, layers, watched)
+                self._found[places] = measure_footprints(self._skeleton, batch, layers, watched)
+            has_more = "input_ids" in batch and (reads(self._skeleton, "vision") or reads(self._skeleton, "audio"))
+            inputs = f": {describe_batch(batch)}" if has_more or [*batch] != ["input_ids"] else ""
+            self.basis = f"one forward followed on shapes{inputs}" + (", no images and no sound" if has_more else "")
         return self._found[places]
 
 
@@ -412,7 +418,7 @@ def _footprints(setting: Setting, pipeline: str, stages: Mapping[str, Sequence[T
     layers = [layer for layer in stages if layer]
     try:
         found = follow(layers, watched)
-        return join_by_input(found) if setting.runs_once else found, "one forward followed on shapes"
+        return join_by_input(found) if setting.runs_once else found, follow.basis
     except _CANNOT_FOLLOW as error:
         reason = " ".join(str(error).split())[:160]
         return guess_footprints(stages, setting.batches), f"a guess from the shapes of the weights; no forward could be followed ({reason})"

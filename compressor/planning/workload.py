@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
 from compressor.algorithms.costs import Cost, rounding_cost
@@ -90,10 +89,6 @@ class Batches:
     def num_bytes(self) -> int:
         """Of all token ids."""
         return TOKEN_BYTES * self.total_tokens
-
-    def example(self) -> dict[str, Tensor]:
-        """Return one full batch of zeros, on the CPU."""
-        return {"input_ids": torch.zeros(self.batch_size, self.num_tokens, dtype=torch.int64)}
 
 
 @dataclass(frozen=True)

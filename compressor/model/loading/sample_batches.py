@@ -154,6 +154,30 @@ def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int
     return SampleBatches(batches, chosen, f"random, {describe_batch(batches[0])}; then {describe_batch(batches[1])}")
 
 
+def batch_of_shapes(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
+    """Make one batch of a given size for a model without weights; its values mean nothing.
+
+    Args:
+        model: on any device; one without a config reads token ids.
+        rows: sequences, images or sounds.
+        length: tokens of each sequence, beside an encoder of what its decoder reads, too.
+
+    Returns:
+        Named tensors on the CPU: token ids int64 [rows, length], or what the model reads first where that is no text.
+
+    Raises:
+        ModelError: the config does not say what they look like.
+    """
+    ids = torch.zeros(rows, length, dtype=torch.int64)
+    if getattr(model, "config", None) is None:
+        return {"input_ids": ids}
+    maker = _Maker(model, seed=0)
+    modality = _default_modality(maker)
+    if modality == "text":
+        return {"input_ids": ids} | maker.decoder_batch(rows, length)
+    return _MAKERS[modality](maker, rows, length, False)
+
+
 def reads(model: nn.Module, modality: Modality) -> bool:
     """Say whether the forward of a model has an argument for this.
 

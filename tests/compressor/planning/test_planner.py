@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, GPT2Config, LlamaConfig, ViTConfig, WhisperConfig
 
 from compressor.cli.main import main
 from compressor.errors import TargetError, UserInputError
@@ -317,6 +317,31 @@ def test_what_cannot_be_followed_is_guessed_and_said(folder: Path) -> None:
     stage = next(stage for stage in made.estimate.stages if stage.name == "layers.1")
     assert stage.statistics_bytes == 4 * 256**2  # the wider solve is the worst moment
     assert stage.activations_bytes == 8 * 32 * (128 * 4 + 8)
+
+
+WIDE = {"encoder_ffn_dim": 256, "decoder_ffn_dim": 256, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 512}
+SOUND = {"max_source_positions": 100, "max_target_positions": 64, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
+PICTURES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "image_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "model_class", "inputs"),
+    [
+        (BartConfig(d_model=128, **WIDE), "AutoModelForSeq2SeqLM", "input_ids (8, 16), decoder_input_ids (8, 16)"),
+        (
+            WhisperConfig(d_model=128, decoder_start_token_id=1, **WIDE, **SOUND),
+            "AutoModelForSpeechSeq2Seq",
+            "input_features (8, 80, 200), decoder_input_ids (8, 8)",
+        ),
+        (ViTConfig(**PICTURES, patch_size=8), "AutoModelForImageClassification", "pixel_values (8, 3, 32, 32)"),
+    ],
+)
+def test_models_that_read_more_than_token_ids_are_followed(config: Any, model_class: str, inputs: str, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    recipe = {"quant_modifiers": {"GPTQModifier": {"targets": ["re:.*fc[12]"], "scheme": "W4A16"}}}
+    made = plan(tmp_path, recipe=recipe, num_calibration_samples=8, max_seq_length=16, model_class=model_class)
+    assert made.estimate.basis == f"one forward followed on shapes: {inputs}"
+    assert all(stage.temporaries_bytes > 0 for stage in made.estimate.stages if stage.name != "save")
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
