@@ -239,7 +239,7 @@ class GraphRefused(HarnessError):
 
     Attributes:
         graph: which one.
-        is_unknown: it has no kernel for an operator here, which says nothing of the graph.
+        is_unknown: it has no kernel for an operator here, or knows no such version of ONNX yet, which says nothing of the graph.
     """
 
     def __init__(self, error: Exception, graph: str, task: str) -> None:
@@ -251,14 +251,17 @@ class GraphRefused(HarnessError):
             task: what it cannot do.
         """
         words = plain_text(str(error))
-        self.graph, self.is_unknown = graph, any(one in words for one in _NO_KERNEL)
-        super().__init__(f"onnxruntime: {graph} cannot {task}: {_NOISE.sub('', words).strip(' .')[:300]}")
+        self.graph, self.is_unknown = graph, any(one in words for one in _NOT_KNOWN)
+        super().__init__(f"onnxruntime: {graph} cannot {task}: {_NOISE.sub('', words).strip(' .')[:400]}")
 
 
-_NO_KERNEL = ("NOT_IMPLEMENTED", "is not a registered function/op", "No corresponding Numpy type")
+_NOT_KNOWN = (
+    *("NOT_IMPLEMENTED", "is not a registered function/op", "No corresponding Numpy type"),
+    *("Current official support for domain", "Unsupported model IR version"),
+)
 _NOISE = re.compile(  # where in its own source, and in which of its own words, onnxruntime fails
     r"\[ONNXRuntimeError\] : \d+ : \w+ : |Load model from \S+ failed: ?|Non-zero status code returned while |Name:'' |Status Message: "
-    r"|(?:/\S+/)?\w+\.(?:h|cc|cpp):\d+ (?:.* was false\. )?"
+    r"|(?:/\S+/)?\w+\.(?:h|cc|cpp):\d+ (?:.* was false\. )?|(?:void )?onnxruntime::[\w:]+\([^()]*\) "
 )
 
 

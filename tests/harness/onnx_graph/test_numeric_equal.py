@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from harness.onnx_graph.contracts.base import ContractResult, Holding
 from harness.onnx_graph.contracts.nodes import NumericEqual
-from harness.onnx_graph.graph.run_session import output_row
+from harness.onnx_graph.graph.run_session import GraphRefused, output_row
 
 OPEN = "(float[b, t, 16] x) => (float[b, t, 16] y)"
 PARTS = "(float[b, t, 16] x) => (seq(float[b, t, 1]) y)"
@@ -73,10 +73,18 @@ def test_the_elements_of_a_sequence_are_compared_one_by_one() -> None:
     assert "output y: 16 arrays in it became 8" in fewer.message
 
 
+def _later() -> onnx.ModelProto:
+    """What optimizers write that follow the newest ONNX."""
+    model = _reshaped(0, -1)
+    model.ir_version = 99
+    return model
+
+
 REFUSED = {
     "frozen": (_reshaped(-1, 8), Holding.VIOLATED, "the optimized graph cannot run on x [2, 7, 16]: running Reshape node"),
     "broken": (_model("y = MatMul(x, w)", w=np.ones((3, 3), np.float32)), Holding.VIOLATED, "the optimized graph cannot be loaded"),
     "foreign": (_model("y = com.acme.Foo(x)"), Holding.NOT_ANALYSED, "the optimized graph cannot be loaded: Fatal error: com.acme:Foo"),
+    "later": (_later(), Holding.NOT_ANALYSED, "the optimized graph cannot be loaded: Unsupported model IR version: 99"),
     "asks": (_model("y = Mul(x, k)", f"(float[16] k, {OPEN[1:]}"), Holding.VIOLATED, "input k is new: the optimized graph"),
 }
 
@@ -86,6 +94,19 @@ def test_what_the_exported_graph_takes_and_the_optimized_one_refuses_is_told(cas
     after, holding, words = REFUSED[case]
     result = _check(_reshaped(0, -1), after)
     assert result.holding is holding and words in result.message, result.message
+
+
+def test_an_opset_that_is_newer_than_onnxruntime_says_nothing_of_the_graph() -> None:
+    """In the words of onnxruntime 1.31, for which of them it knows depends on the release."""
+    said = (
+        "[ONNXRuntimeError] : 1 : FAIL : Load model from /tmp/m.onnx failed:/src/core/model_load_utils.h:46 void "
+        "onnxruntime::model_load_utils::ValidateOpsetForDomain(const std::string&, int) ONNX Runtime only *guarantees* support for models "
+        "stamped with official released onnx opset versions. Current official support for domain ai.onnx is till opset 26.\n"
+    )
+    refused = GraphRefused(RuntimeError(said), "the optimized graph", "be loaded")
+    assert refused.is_unknown
+    assert str(refused).startswith("onnxruntime: the optimized graph cannot be loaded: ONNX Runtime only")
+    assert str(refused).endswith("is till opset 26")
 
 
 def _with_default(text: str, *listed: str, held: str = "k") -> onnx.ModelProto:
