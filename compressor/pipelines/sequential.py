@@ -157,7 +157,7 @@ def _run_stages(
                 # What planning knows is refused before the first stage; what only the run shows, below.
                 _check_called(session, plan.uncalled, settings.targets)
                 _check_rewritten(state, plan, settings.propagate_error)
-                _check_called_late(state, plan, settings.propagate_error)
+                _check_called_late(session, plan, settings.propagate_error)
                 early: tuple[str, ...] = ()
                 with _outside_calls(state, cut) as outside:
                     for stage in running:
@@ -356,13 +356,14 @@ def _as_loaded(state: State) -> str:
     return "" if as_pretrained(state.model) is None else 'give propagate_error=False or pipeline="basic", or '
 
 
-def _check_called_late(state: State, plan: Plan, propagate_error: bool) -> None:
+def _check_called_late(session: Session, plan: Plan, propagate_error: bool) -> None:
     """Refuse layers that are called again after others have run, and are compressed by then, where they should be what they were."""
-    late = dict.fromkeys(name for variant in plan.variants for name in variant.program.called_late)
+    state, watched = session.state, watched_modules(session)
+    late = dict.fromkeys(name for variant in plan.variants for name in variant.program.called_late(watched))
     wrong = [name for name in late if _changed_by_modifiers(state, module_names(state.model, name))]
     if wrong and not propagate_error:
         raise TracingError(
-            f"{some(wrong)}: the forward calls it again after later layers, which would learn from it when it is compressed; "
+            f"{some(wrong)}: the forward calls it again after later layers, and what learns behind that would learn from it compressed; "
             'use propagate_error=True, pipeline="basic" or other sequential targets'
         )
 

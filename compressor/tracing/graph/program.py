@@ -133,14 +133,24 @@ class Program:
         """Targets in the order of their stages."""
         return tuple(name for segment in self.segments for name in segment.targets)
 
-    @property
-    def called_late(self) -> tuple[str, ...]:
-        """Targets that are called again when a later stage has begun, on the way to a call from which such a stage learns."""
+    def called_late(self, watched: Collection[str]) -> tuple[str, ...]:
+        """Find targets that are called again when a later stage has begun, on the way to a call from which such a stage learns.
+
+        Args:
+            watched: modules that learn from calls; of those outside of targets the last call counts.
+
+        Returns:
+            Their names.
+        """
         stage_of = {name: index for index, segment in enumerate(self.segments) for name in segment.targets}
-        calls = [target_of(node) for node in self.flat.nodes if node.op == "call_module" and target_of(node) in stage_of]
-        stages = [stage_of[name] for name in calls]
-        places = enumerate(zip(calls, stages, strict=True))
-        late = [name for place, (name, own) in places if max(stages[:place], default=0) > own and max(stages[place + 1 :], default=0) > own]
+        calls = [node for node in self.flat.nodes if node.op == "call_module" and target_of(node) in stage_of]
+        stages = [stage_of[target_of(node)] for node in calls]
+        learned = max((number for name, target, number in self.calls_seen if target is None and name in watched), default=0)
+        late = [
+            target_of(node)
+            for place, (node, own) in enumerate(zip(calls, stages, strict=True))
+            if max(stages[:place], default=0) > own and (max(stages[place + 1 :], default=0) > own or self.order[node] < learned)
+        ]
         return tuple(dict.fromkeys(late))
 
     @property

@@ -139,10 +139,11 @@ def test_a_layer_before_the_targets_that_is_compressed_last_is_named(named: bool
 class _Ordered(nn.Module):
     """Calls its layers in an order of one's own."""
 
-    def __init__(self, order: tuple[int, ...]) -> None:
+    def __init__(self, order: tuple[int, ...], has_head: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.order = order
+        self.head = nn.Linear(16, 16) if has_head else nn.Identity()
         self.embed = nn.Embedding(64, 16)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
 
@@ -150,13 +151,13 @@ class _Ordered(nn.Module):
         hidden: Tensor = self.embed(input_ids)
         for index in self.order:
             hidden = hidden + self.layers[index](hidden)
-        return hidden
+        return self.head(hidden)
 
 
-def _hessians(order: tuple[int, ...], pipeline: str) -> dict[str, Tensor]:
+def _hessians(order: tuple[int, ...], pipeline: str, has_head: bool = False) -> dict[str, Tensor]:
     groups: Any = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
     modifier = Noting(config_groups=groups)
-    with Session(State(_Ordered(order)), [modifier]) as session:
+    with Session(State(_Ordered(order, has_head)), [modifier]) as session:
         session.initialize()
         settings = SequentialSettings(propagate_error=False, engine="graph") if pipeline == "sequential" else None
         run_pipeline(pipeline, session, tokens(), progress=SilentProgress(), settings=settings)
@@ -164,16 +165,16 @@ def _hessians(order: tuple[int, ...], pipeline: str) -> dict[str, Tensor]:
     return dict(modifier.__dict__["found"])
 
 
-@pytest.mark.parametrize("order", [(0, 0, 1, 1, 2, 2), (0, 1, 2, 0)], ids=str)
-def test_a_layer_that_is_called_again_is_what_it_was(order: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("order", "has_head"), [((0, 0, 1, 1, 2, 2), True), ((0, 1, 2, 0), False)], ids=str)
+def test_a_layer_that_is_called_again_is_what_it_was(order: tuple[int, ...], has_head: bool) -> None:
     """Without propagation all statistics are those of the uncompressed model, which the basic pipeline has."""
-    found, wanted = _hessians(order, "sequential"), _hessians(order, "basic")
-    assert found.keys() == wanted.keys() and len(found) == 3
+    found, wanted = _hessians(order, "sequential", has_head), _hessians(order, "basic", has_head)
+    assert found.keys() == wanted.keys() and len(found) == 3 + has_head
     assert all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in wanted.items())
 
 
-@pytest.mark.parametrize("order", [(0, 1, 0, 2, 1), (0, 1, 2, 0, 1)], ids=str)
-def test_a_layer_that_others_would_learn_from_when_it_is_compressed_is_refused(order: tuple[int, ...]) -> None:
-    """Before the first stage."""
+@pytest.mark.parametrize(("order", "has_head"), [((0, 1, 0, 2, 1), False), ((0, 1, 2, 0, 1), False), ((0, 1, 2, 0), True)], ids=str)
+def test_a_layer_that_others_would_learn_from_when_it_is_compressed_is_refused(order: tuple[int, ...], has_head: bool) -> None:
+    """Before the first stage; a head is no target, and learns behind the last one."""
     with pytest.raises(TracingError, match=r"layers\.0: the forward calls it again after later layers"):
-        _hessians(order, "sequential")
+        _hessians(order, "sequential", has_head)
