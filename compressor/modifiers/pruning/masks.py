@@ -140,9 +140,9 @@ class PruningModifier(Modifier):
         resolved = self.targeted(model)
         for name, module in resolved.items():
             weight = module._parameters.get("weight")
-            if weight is None or not _has_rows(module):
+            if weight is None or not _has_rows(module) or not weight.numel():
                 raise TargetError(
-                    f"{name}: {type(module).__name__} has no float weight of two dimensions or more to prune; add it to ignore"
+                    f"{name}: {type(module).__name__} has no float weight of two dimensions or more with values to prune; add it to ignore"
                 )
             if id(weight) not in seen:
                 found[name] = module

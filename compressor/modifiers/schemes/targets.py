@@ -255,6 +255,9 @@ def _check_kinds(modules: dict[str, nn.Module], modifier: str, *, embeddings: bo
             "kept; bake it in first (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or add these to "
             "ignore"
         )
+    empty = [f"{name} {list(weight_of(module).shape)}" for name, module in modules.items() if not weight_of(module).numel()]
+    if empty:
+        raise TargetError(f"{modifier}: {some(empty)}: the weight holds no values; add these to ignore")
 
 
 def _first_of_alike(modules: dict[str, nn.Module], schemes: dict[str, QuantizationScheme]) -> dict[str, nn.Module]:

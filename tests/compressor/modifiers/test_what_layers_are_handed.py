@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compressor import GPTQModifier, oneshot
+from compressor import AutoRoundModifier, ConstantPruningModifier, GPTQModifier, Modifier, SparseGPTModifier, oneshot
 from compressor.errors import TargetError
 from compressor.modifiers.schemes.input_statistics import real_tokens, token_sequences
 
@@ -21,6 +21,16 @@ RUNS: tuple[dict[str, Any], ...] = ({"engine": "auto"}, {"engine": "suspend"}, {
 def as_torch_comes() -> Iterator[None]:
     yield
     torch.backends.mha.set_fastpath_enabled(True)
+
+
+class _Unread(torch.utils.data.DataLoader[Any]):
+    """Batches that nobody may ask for."""
+
+    def __init__(self) -> None:
+        super().__init__([0], batch_size=None)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Any:
+        raise AssertionError
 
 
 class Model(nn.Module):
@@ -42,6 +52,25 @@ def compressed(model: nn.Module, batches: list[Any], **settings: Any) -> nn.Modu
     recipe = GPTQModifier(targets=["Linear"], ignore=settings.pop("ignore", []), scheme="W8A8")
     oneshot(model, recipe=recipe, dataset=loader, sequential_targets=["Linear"] if "engine" in settings else None, **settings)
     return model
+
+
+@pytest.mark.parametrize("shape", [(0, WIDTH), (WIDTH, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *((kind, {"scheme": "W8A8"}) for kind in (GPTQModifier, AutoRoundModifier)),
+        (SparseGPTModifier, {"sparsity": 0.5}),
+        (ConstantPruningModifier, {}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_weights_without_values_are_refused_before_any_work(
+    kind: Callable[..., Modifier], settings: dict[str, Any], shape: tuple[int, int]
+) -> None:
+    model = Model()
+    model.layers.append(nn.Linear(*shape))
+    with pytest.raises(TargetError, match=r"layers.2.*(holds no|with) values.* to ignore$"):
+        oneshot(model, recipe=kind(targets=["Linear"], **settings), dataset=_Unread())
 
 
 def nested(x: Tensor) -> Tensor:
