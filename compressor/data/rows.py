@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -159,7 +159,7 @@ def _jsonl_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]
     for number, line in _arranged(_lines(path), seed):
         where = f"{path} line {number}"
         try:
-            value = from_json(line)
+            value = from_json(line, once=True)
         except json.JSONDecodeError as error:
             raise DatasetError(f"{where}: this is no JSON ({error.msg} at column {error.colno}); repair the line") from error
         except ValueError as error:
@@ -178,12 +178,29 @@ def _parquet_rows(path: Path, text_column: str, seed: int | None, *, inputs: Col
         columns = parquet.read_schema(path).names
         wanted = _wanted_columns(columns, str(path), text_column)
         wanted += [name for name in columns if name in inputs and name not in wanted]
+        check_names(columns, wanted, str(path))
         table = parquet.read_table(path, columns=wanted)
     except ArrowInvalid as error:
         raise DatasetError(f"{path}: this is no readable parquet file ({error}); write it again") from error
     for index in _arranged(range(table.num_rows), seed):
         row = {name: table.column(name)[index].as_py() for name in wanted}
         yield _mapping_row(row, f"{path} row {index}", text_column)
+
+
+def check_names(columns: Sequence[str], wanted: Iterable[str], where: str) -> None:
+    """Refuse columns of one name, of which readers take one.
+
+    Args:
+        columns: of a file.
+        wanted: those that are read.
+        where: what errors call the file.
+
+    Raises:
+        DatasetError: names one that stands twice.
+    """
+    for name in wanted:
+        if columns.count(name) > 1:
+            raise DatasetError(f"{where}: {columns.count(name)} columns are called {name!r}; rename all but one")
 
 
 def _safetensors_rows(path: Path, text_column: str, seed: int | None) -> Iterator[Row]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 import sys
 import warnings
@@ -18,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from compressor.data.media import Media
 from compressor.data.presets import Preset, find_preset, unknown_preset
-from compressor.data.rows import CONVERSATIONS, TEXT_COLUMN
+from compressor.data.rows import CONVERSATIONS, TEXT_COLUMN, check_names
 from compressor.data.user_code import errors_named, function_label, read_through
 from compressor.errors import DatasetError
+from compressor.json_text import from_json
 from compressor.model.folder import is_there
 from compressor.model.hub import CLIENT_ERRORS
 from compressor.object_reference import resolve
@@ -305,6 +308,7 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool, tex
     if is_file and settings.dataset_config_name not in (None, "default"):  # as `datasets` calls what a file holds
         _refuse(settings, "this file has no configurations", ["dataset_config_name"])
     if is_file and suffix in _BUILDERS and (special or suffix not in _READ_HERE):
+        _check_once(path, suffix, text_column)
         return _loaded(_BUILDERS[suffix], settings, str(source), text_column, data_files=str(path))
     if is_folder and any((path / name).is_file() for name in _SAVED):
         from datasets import load_from_disk
@@ -319,6 +323,22 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool, tex
     return source
 
 
+def _check_once(path: Path, suffix: str, text_column: str) -> None:
+    """Refuse names that stand twice, of which readers take one: of columns, and of a list of JSON, where pyarrow does not look."""
+    columns: list[str] = []
+    try:
+        if suffix == ".csv":
+            with path.open(encoding="utf-8-sig", newline="") as stream:
+                columns = next(csv.reader(stream), [])
+        elif suffix == ".json":
+            from_json(path.read_bytes(), once=True)
+    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError):
+        return  # not for this to say; a file of lines is one, too
+    except ValueError as error:
+        raise DatasetError(f"{path}: this JSON cannot be read ({error}); repair the file") from error
+    check_names(columns, [text_column], str(path))
+
+
 def _loaded(what: str, settings: DataSettings, label: str, text_column: str = TEXT_COLUMN, **files: Any) -> Any:
     """`datasets.load_dataset`, its errors in one line."""
     try:
@@ -326,15 +346,15 @@ def _loaded(what: str, settings: DataSettings, label: str, text_column: str = TE
         from datasets.exceptions import DatasetsError
     except ImportError as error:
         raise DatasetError(f"{label}: reading it needs the package datasets; pip install 'compressor-harness[data]'") from error
-    csv = {**_CSV, "converters": {text_column: str}} if _is_csv(what) else {}
-    options = {**csv, **files, **(settings.raw_kwargs or {})}
+    parsing = {**_CSV, "converters": {text_column: str}} if _is_csv(what) else {}
+    options = {**parsing, **files, **(settings.raw_kwargs or {})}
     try:
         with _bars_on_terminals(), _no_cell_lost():
             found = load_dataset(what, settings.dataset_config_name, streaming=settings.streaming, **options)
     except (DatasetsError, *CLIENT_ERRORS, ValueError, TypeError, KeyError, StopIteration) as error:
         is_local = is_there(Path(label)) or bool(files)
         raise DatasetError(f"{label}: no dataset can be loaded from there ({_reason(error)}); {_remedy(error, is_local)}") from error
-    if not (csv and settings.streaming):
+    if not (parsing and settings.streaming):
         return found
     return {name: _CsvStream(rows, label) for name, rows in found.items()} if isinstance(found, Mapping) else _CsvStream(found, label)
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 
@@ -76,6 +78,25 @@ def test_texts_of_a_csv_stay_texts_whatever_they_look_like(
     settings = DataSettings(streaming=streaming)
     found = open_source(tmp_path / "d.csv", settings, batch_size=None, shuffle_seed=None, text_column="words")
     assert list(found) == [{"number": number, "words": word} for number, word in enumerate(words)]
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "words"),
+    [
+        ("d.csv", "text,label,text\na,0,b\n", r"d.csv: 2 columns are called 'text'; rename all but one"),
+        ("d.parquet", "", r"d.parquet: 2 columns are called 'text'"),
+        ("d.json", '[{"text": "a", "text": "b"}]', r"d.json: this JSON .*'text' stands twice in one object"),
+        ("d.jsonl", '{"text": "a", "text": "b"}', "line 1: this JSON cannot be read .'text' stands twice in one object"),
+        ("d.jsonl", '{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "'content' stands twice in one object"),
+    ],
+)
+def test_a_name_that_stands_twice_is_refused(name: str, held: str, words: str, tmp_path: Path) -> None:
+    if held:
+        (tmp_path / name).write_text(held)
+    else:
+        parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), tmp_path / name)
+    with pytest.raises(DatasetError, match=words):
+        ids_of(tmp_path / name)
 
 
 def test_surplus_cells_of_a_csv_are_seen_in_a_stream(tmp_path: Path) -> None:
