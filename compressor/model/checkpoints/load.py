@@ -28,6 +28,7 @@ from compressor.model.folder import check_weight_files, one_line, read_config, r
 from compressor.model.loading.load import (
     DTYPES,
     LOAD_ERRORS,
+    check_class,
     parameters_on_meta,
     quiet_transformers,
     read_generation_config,
@@ -66,7 +67,7 @@ def load_compressed(
     Args:
         folder: the checkpoint, with config.json and safetensors files; or its name on the hub (`owner/name`).
         device: "auto" (the first GPU, else the CPU) or a device of torch.
-        model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+        model_class: class of transformers, or its name; None for AutoModelForCausalLM, which must be what config.json names.
         trust_remote_code: run Python files of the folder, where its config asks for them.
         matmul: "reference" (the logits of transformers, bit for bit), or "native" (codes times codes where input and weight are both int8
             or both fp8).
@@ -99,6 +100,8 @@ def load_compressed(
     for name, rotation in rotations:
         rotation.attach(model.get_submodule(name))
     _fill(model, tensors, split, folder, config)
+    if model_class is None:
+        check_class(folder, model, config)
     if generation_config is not None and hasattr(model, "generation_config"):
         model.generation_config = generation_config
     set_matmul(model, matmul)

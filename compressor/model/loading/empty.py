@@ -21,6 +21,7 @@ from compressor.model.loading.casts import are_equal, check_casts, names_in_mode
 from compressor.model.loading.load import (
     LOAD_ERRORS,
     LoadedModel,
+    check_class,
     check_loading_info,
     load_tokenizer,
     quiet_transformers,
@@ -70,7 +71,7 @@ def load_empty(
         source: folder in the layout of transformers, or its name on the hub, of which the weights are fetched, too.
         dtype: "auto" (the files' own), or one of bfloat16, float16, float32, float64.
         trust_remote_code: run Python files of the folder, where its config asks for them.
-        model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+        model_class: class of transformers, or its name; None for AutoModelForCausalLM, which must be what config.json names.
         revision: branch, tag or commit on the hub; None is main.
 
     Returns:
@@ -91,6 +92,8 @@ def load_empty(
     with quiet_transformers():
         model, info, sources, made = _build(folder, resolve_class(model_class), tensors, wanted, trust_remote_code)
         check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
+        if model_class is None:
+            check_class(folder, model, config)
         tokenizer = load_tokenizer(folder, trust_remote_code)
         unscaled = {name: stored for name, stored in tensors.items() if name not in scales}
         notes = (*check_casts(model, folder, unscaled, is_asked=wanted != "auto"), *tie_notes(model))

@@ -96,7 +96,7 @@ def load_model(
         dtype: "auto" (the files' own), or one of bfloat16, float16, float32, float64.
         device: "auto" (the first GPU, else the CPU) or a device of torch.
         trust_remote_code: run Python files of the folder, where its config asks for them.
-        model_class: class of transformers, or its name; None for AutoModelForCausalLM.
+        model_class: class of transformers, or its name; None for AutoModelForCausalLM, which must be what config.json names.
         config_folder: folder of another config.json to load by; None for the model's own.
         revision: branch, tag or commit on the hub; None is main.
 
@@ -124,6 +124,8 @@ def load_model(
     with quiet_transformers():
         model, info = _load_weights(folder, loader, torch_dtype, trust_remote_code, config_folder)
         check_loading_info(folder, info, config, may_leave_weights=model_class is not None)
+        if model_class is None:
+            check_class(folder, model, config)
         tokenizer = load_tokenizer(folder, trust_remote_code)
         notes = (*check_casts(model, folder, read_headers(folder), is_asked=torch_dtype != "auto"), *tie_notes(model))
     unexpected = tuple(sorted(info["unexpected_keys"]))
@@ -349,6 +351,29 @@ def check_loading_info(folder: Path, info: Mapping[str, Any], config: Mapping[st
         raise ModelError(
             f"{folder}: {len(unexpected)} weights in its files have no place in the model ({some(unexpected)}) and would be lost; "
             f"name the class to load (config.json says model_class={wanted_class!r})"
+        )
+
+
+def check_class(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Refuse another class than the one that config.json names, where nobody asked for it: its weights may fit, and its name be lost.
+
+    Args:
+        folder: of the model.
+        model: as AutoModelForCausalLM made it.
+        config: its config.json.
+
+    Raises:
+        ModelError: transformers has the class that is named, and the model is none.
+    """
+    import transformers
+
+    listed = config.get("architectures")
+    named = listed[0] if isinstance(listed, list) and listed else None
+    wanted = getattr(transformers, named, None) if isinstance(named, str) else None
+    if isinstance(wanted, type) and not isinstance(model, wanted):
+        raise ModelError(
+            f"{folder}: config.json says that this is a {named}, and {_DEFAULT_CLASS} makes a {type(model).__name__} of it; name the class "
+            f"to load (model_class={named!r})"
         )
 
 

@@ -18,7 +18,8 @@ from torch.nn.utils import prune
 from compressor import QuantizationModifier, load_compressed, oneshot
 from compressor.errors import CheckpointError, ModelError, SchemeError, TargetError
 from compressor.model.checkpoints.save import save_checkpoint
-from compressor.model.loading.load import quiet_transformers
+from compressor.model.loading.empty import load_empty
+from compressor.model.loading.load import load_model, quiet_transformers
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 
 BF16_ONLY = {"NVFP4", "MXFP4", "MXFP4XFP8", "MXFP8"}
@@ -504,15 +505,33 @@ def test_a_weight_that_is_computed_from_others_is_refused_by_name(compute):
     oneshot(model, recipe=recipe("W4A16", ignore=["lm_head", "re:.*up_proj"]))
 
 
-def test_a_checkpoint_of_another_class_is_answered_with_that_class(tmp_path):
-    from transformers import BertConfig, BertForSequenceClassification
+@pytest.mark.parametrize(("name", "head"), [("BertForSequenceClassification", "classifier"), ("BertForMaskedLM", "re:cls.*")])
+def test_a_checkpoint_of_another_class_is_answered_with_that_class(name, head, tmp_path):
+    """Also where the weights would fit, as those of a masked language model do."""
+    import transformers
 
     torch.manual_seed(0)
-    config = BertConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
-    oneshot(BertForSequenceClassification(config).eval(), recipe=recipe("W8A16", ignore=["classifier"]), output_dir=tmp_path / "out")
-    with pytest.raises(ModelError, match="model_class='BertForSequenceClassification'"):
+    config = transformers.BertConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
+    kind = getattr(transformers, name)
+    oneshot(kind(config).eval(), recipe=recipe("W8A16", ignore=[head]), output_dir=tmp_path / "out")
+    with pytest.raises(ModelError, match=f"model_class='{name}'"):
         load_compressed(tmp_path / "out")
-    assert load_compressed(tmp_path / "out", model_class="BertForSequenceClassification").num_labels == 2
+    loaded = load_compressed(tmp_path / "out", model_class=name)
+    assert type(loaded) is kind
+    loaded.save_pretrained(tmp_path / "again")
+    for written in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / written).read_bytes() == (tmp_path / "out" / written).read_bytes()
+
+
+@pytest.mark.parametrize("load", [load_model, load_empty])
+def test_a_base_of_another_class_is_answered_with_that_class(load, tmp_path):
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"a BertForMaskedLM, and AutoModelForCausalLM makes a BertLMHeadModel .*model_class='BertForM"):
+        load(tmp_path)
+    load(tmp_path, model_class="BertForMaskedLM")
 
 
 _SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
