@@ -23,7 +23,7 @@ from compressor.algorithms.smoothing import equalizing_scales, search_awq, smoot
 from compressor.numerics import QuantizationArgs, weight_qparams
 from harness.tolerance import T1, T3, Tier
 from tests.reference_model.layer_cases import Result
-from tests.reference_model.modifier_cases import by_outliers, equalized, kept_zeros
+from tests.reference_model.modifier_cases import by_outliers, equalized, kept_zeros, learned_turns
 
 Inputs = Mapping[str, Tensor]
 _NUM_EXPERTS, _NUM_TOKENS = 8, 24
@@ -31,6 +31,12 @@ _INT4 = QuantizationArgs(num_bits=4, group_size=64)
 _INT4_ASYM = QuantizationArgs(num_bits=4, group_size=32, symmetric=False)
 _FP8_BLOCKS = QuantizationArgs(type="float", num_bits=8, strategy="block", block_structure=(20, 80))  # the last ones are not full
 _NVFP4 = QuantizationArgs(type="float", num_bits=4, strategy="tensor_group", group_size=16)
+_OBSERVED = {
+    "mse": (_INT4, _NVFP4),
+    "imatrix_mse": (_INT4, _INT4_ASYM),
+    "nvfp4_expanded_mse": (_NVFP4,),
+    "nvfp4_expanded_imatrix": (_NVFP4,),
+}
 _CLOSE = T3(max_relative_error=1e-4)
 _RANGES = ("kept symmetric", "kept asymmetric")
 REASON = "sums, powers and roots in the machine's own order; what is decided by them is the same on one platform"
@@ -45,7 +51,7 @@ def elsewhere(result: Result) -> dict[str, Tier] | None:
     Returns:
         A tier for every tensor; None where every bit counts everywhere.
     """
-    if not result.tiers:
+    if not result.reason:
         return None
     zeros = {name: T3(max_relative_error=0.05) for name in ("gone", "values") if "gone" in result.tensors}
     counts = {name: T3(max_relative_error=0.02) for name in ("zeros",) if name in result.tensors}
@@ -107,6 +113,17 @@ def _clipping(inputs: Inputs) -> Result:
         found = search_clipping(inputs["weight"], args, inputs["hessian"])
         tensors |= {f"kept{name}": found.kept_RG, f"error{name}": torch.tensor([found.error_before, found.error])}
     return Result(tensors, inputs, {name: _CLOSE for name in tensors if name.startswith("error")}, reason=REASON)
+
+
+def _observed(inputs: Inputs) -> Result:
+    """Scales of ranges that are narrower, or in fp4 wider, than the weights; the inputs of some columns are far larger."""
+    importance_C = inputs["hessian"].diagonal() ** 3
+    tensors = {}
+    for observer, args in ((name, args) for name, of in _OBSERVED.items() for args in of):
+        args = args.model_copy(update={"observer": observer})
+        found = weight_qparams(inputs["weight"].float(), args, importance_C=importance_C)
+        tensors[f"{observer}, {args.type}, {'' if args.symmetric else 'a'}symmetric"] = found.scale
+    return Result(tensors, inputs, reason=REASON)
 
 
 def _learned(inputs: Inputs, args: QuantizationArgs) -> Result:
@@ -191,10 +208,12 @@ ALGORITHMS: Mapping[str, Callable[[Inputs], Result]] = {
     "logarithmic equalization of a model": equalized,
     "AWQ": _awq,
     "AWQ ranges": _clipping,
+    "observed ranges": _observed,
     "AutoRound": lambda inputs: _learned(inputs, _INT4_ASYM),
     "AutoRound in blocks of fp8": lambda inputs: _learned(inputs, _FP8_BLOCKS),
     "AutoRound of NVFP4": lambda inputs: _learned(inputs, _NVFP4),
     "REAP": _reap,
     "REAP refit": _refit,
     "rotations": _rotations,
+    "learned rotations": learned_turns,
 }

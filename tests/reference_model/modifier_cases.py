@@ -13,9 +13,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from compressor import WandaPruningModifier, oneshot
+from compressor.algorithms.rotations import make_rotation
 from compressor.lifecycle import EventType, Session, State
+from compressor.mappings.basis import find_basis
+from compressor.mappings.turns import Turn
 from compressor.modifiers.pruning.magnitude import ConstantPruningModifier
+from compressor.modifiers.transforms.learned_rotations import LearnedRotation, LearnedTurns
 from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationModifier
+from compressor.modifiers.tuning.budget import frozen
+from compressor.numerics import QuantizationArgs, QuantizationScheme
 from harness.checks.adapters.modifiers import OurTransform
 from harness.tolerance import T3
 from tests.reference_model.layer_cases import Result
@@ -102,6 +108,41 @@ def by_outliers(inputs: Mapping[str, Tensor]) -> Result:
     gone = [torch.cat([one.flatten() == 0 for one in layer.parameters() if one.ndim == 2]) for layer in model.model.layers]
     found = torch.stack([one.double().mean() for one in gone])
     return Result({"zeros": found}, inputs, {"zeros": T3(max_relative_error=0.01)}, reason="a forward of a model")
+
+
+def learned_turns(inputs: Mapping[str, Tensor]) -> Result:
+    """What a rotation has become on its way, and the way on from there: of a small Llama with rounded weights and inputs.
+
+    Args:
+        inputs: `weight` [48, 192], `hessian` [192, 192].
+
+    Returns:
+        Two rotations, one of which keeps means, float64, and the gradient that moves the first, float32: [16, 16].
+    """
+    model, ids = _llama(inputs, num_layers=1), torch.arange(18).view(2, 9)
+    device = torch.device("cpu")
+    basis = find_basis(model, {"input_ids": ids}, device)
+    sources = tuple(pair.source for pair in basis.norms)
+    readers = tuple(name for pair in basis.norms for name in pair.readers)
+    turn = Turn(make_rotation("random-hadamard", _SIZE, seed=3), (*basis.writers, *sources), (*basis.readers, *readers))
+    scheme = QuantizationScheme(
+        targets=["Linear"],
+        weights=QuantizationArgs(num_bits=3, group_size=_SIZE),
+        input_activations=QuantizationArgs(num_bits=4, strategy="token", dynamic=True),
+    )
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    moves = LearnedTurns(model, basis.norms, [turn], dict.fromkeys(linears, scheme), device, keeps_mean=False)
+    (move_BB,) = moves.tensors()
+    keeping = LearnedRotation.of(make_rotation("random-hadamard", _SIZE, seed=4, keeps_mean=True), device, keeps_mean=True)
+    for one_BB in (move_BB, keeping.move_BB):
+        one_BB.data = inputs["hessian"][:_SIZE, :_SIZE].triu() / inputs["hessian"][:_SIZE, :_SIZE].abs().amax() * 2
+    with frozen(model), moves.tried():
+        model(ids).logits.square().mean().backward()
+    assert move_BB.grad is not None
+    (settled,) = (one.rotation.matrix() for one in moves.settled())
+    tensors = {"settled": settled, "keeping means": keeping.matrix(torch.float64).detach(), "gradient": move_BB.grad}
+    tiers = dict.fromkeys(tensors, T3(max_relative_error=1e-6)) | {"gradient": T3(max_relative_error=1e-3)}
+    return Result(tensors, inputs, tiers, reason="a forward of a model, and what solves a system, in the machine's own order of sums")
 
 
 def _llama(inputs: Mapping[str, Tensor], num_layers: int) -> LlamaForCausalLM:

@@ -11,8 +11,9 @@ from harness.goldens.golden import Golden, GoldenMismatch, GoldenSettings
 from harness.mutants.code_swap import CodeMutant, bug
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
-from tests.mutation.numerics.autoround import AUTOROUND_MUTANTS
+from tests.mutation.numerics.learned import AUTOROUND_MUTANTS, LEARNED_ROTATION_MUTANTS
 from tests.mutation.numerics.owl import OWL_MUTANTS
+from tests.mutation.numerics.scales import RANGE_MUTANTS
 from tests.reference_model.algorithm_cases import ALGORITHMS, elsewhere
 from tests.reference_model.model_cases import SOLVER_INPUTS
 
@@ -432,4 +433,5 @@ def _look(name: str) -> str | None:
     return None
 
 
-FAMILY = Family("algorithms", {mutant.name: mutant for mutant in (*BUGS, *OWL_MUTANTS, *AUTOROUND_MUTANTS)}, _killers)
+_EVERY = (*BUGS, *OWL_MUTANTS, *RANGE_MUTANTS, *AUTOROUND_MUTANTS, *LEARNED_ROTATION_MUTANTS)
+FAMILY = Family("algorithms", {mutant.name: mutant for mutant in _EVERY}, _killers)

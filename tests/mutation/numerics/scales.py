@@ -1,4 +1,4 @@
-"""Planted bugs in how scales and zero points are chosen."""
+"""Planted bugs in how scales and zero points are chosen, against the catalogue, and in the search of ranges, against its golden."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _MX = "compressor.numerics.formats:"
 _CALCULATE = _QPARAMS + "calculate_qparams"
 _SYMMETRIC = _QPARAMS + "_symmetric_scale"
 _RULE = "quantizer.scale_rule"
+_OBSERVED = "golden observed ranges"
 
 SCALE_MUTANTS: tuple[Mutant, ...] = (
     bug("zero_left_out_below", "scales", "the range of positive groups begins at their minimum, not at zero", "quantizer.scale_rule",
@@ -90,4 +91,25 @@ SCALE_MUTANTS: tuple[Mutant, ...] = (
     bug("range_of_256_values", "scales", "the range of a group is that of its first 256 values", _RULE,
         Edit(_OBSERVERS + "weight_qparams", "min_n, max_n = groups_nS.amin(-1), groups_nS.amax(-1)",
              "min_n, max_n = groups_nS[:, :256].amin(-1), groups_nS[:, :256].amax(-1)")),
+)  # fmt: skip
+
+RANGE_MUTANTS: tuple[Mutant, ...] = (
+    bug("inputs_do_not_count", "ranges", "errors of all columns count alike", _OBSERVED,
+        Edit(_OBSERVERS + "_importance", "importance_C.double() / mean if float(mean) > 0 else even", "even")),
+    bug("inputs_of_the_first_group", "ranges", "errors of all groups count by the inputs of the first", _OBSERVED,
+        Edit(_OBSERVERS + "_of_groups", "% len(weights_GS)", "% 1")),
+    bug("roots_of_the_inputs", "ranges", "errors count by the size of the inputs, not by its square", _OBSERVED,
+        Edit(_OBSERVERS + "_importance", "(importance_C.double() / mean if", "((importance_C.double() / mean).sqrt() if")),
+    bug("squared_errors", "ranges", "errors are squared, whatever power the observer takes", _OBSERVED,
+        Edit(_OBSERVERS + "_sum_errors", ".pow_(norm)", ".pow_(2.0)")),
+    bug("signs_of_errors", "ranges", "errors up and down cancel", _OBSERVED,
+        Edit(_OBSERVERS + "_sum_errors", ".abs_().pow_(norm)", ".pow_(norm)")),
+    bug("never_wider", "ranges", "no range is wider than the weights", _OBSERVED,
+        Edit(_OBSERVERS + "_search_range", "settings.expand * (1 - candidate", "1 * (1 - candidate")),
+    bug("first_worse_range_ends_it", "ranges", "a search has no patience", _OBSERVED,
+        Edit(_OBSERVERS + "_search_range", "stale_n < settings.patience", "stale_n < 1")),
+    bug("patience_is_used_up", "ranges", "a better range does not renew the patience", _OBSERVED,
+        Edit(_OBSERVERS + "_search_range", "torch.where(better_n, 0, stale_n + 1)", "stale_n + 1")),
+    bug("narrow_ranges_left_out", "ranges", "ranges below half of what is tried are not", _OBSERVED,
+        Edit(_OBSERVERS + "_search_range", "candidate / settings.grid)", "candidate / settings.grid / 2)")),
 )  # fmt: skip

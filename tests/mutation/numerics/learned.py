@@ -1,4 +1,4 @@
-"""Planted bugs in learned rounding, against its goldens."""
+"""Planted bugs in what is learned, rounding and rotations, against their goldens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from harness.mutants.patches import Edit, Mutant
 _LEARNED = "compressor.algorithms.autoround:LearnedRounding."
 _WHOLE = "compressor.algorithms.autoround:_whole_scale"
 _GOLDEN = "golden AutoRound"
+_ROTATION = "compressor.modifiers.transforms.learned_rotations:"
+_ROTATED = "golden learned rotations"
 
 AUTOROUND_MUTANTS: tuple[Mutant, ...] = (
     bug("against_the_gradient", "AutoRound", "offsets go with the gradient, not against it", _GOLDEN,
@@ -31,4 +33,23 @@ AUTOROUND_MUTANTS: tuple[Mutant, ...] = (
         Edit(_LEARNED + "_ungrouped", "block_structure).transpose(1, 2)", "block_structure).transpose(1, 2).flip(0)")),
     bug("without_its_global_scale", "AutoRound", "weights are divided by group scales alone", f"{_GOLDEN} of NVFP4",
         Edit(_WHOLE, "if qparams.global_scale is None", "if True")),
+)  # fmt: skip
+
+LEARNED_ROTATION_MUTANTS: tuple[Mutant, ...] = (
+    bug("not_skew", "rotations that are learned", "what is learned is no rotation", _ROTATED,
+        Edit(_ROTATION + "LearnedRotation.matrix", "self.move_BB - self.move_BB.T", "self.move_BB + self.move_BB.T")),
+    bug("turned_the_other_way", "rotations that are learned", "each step turns the other way", _ROTATED,
+        Edit(_ROTATION + "LearnedRotation.matrix", "unit_BB - skew_BB, unit_BB + skew_BB", "unit_BB + skew_BB, unit_BB - skew_BB")),
+    bug("start_forgotten", "rotations that are learned", "what was there at the start is left out", _ROTATED,
+        Edit(_ROTATION + "LearnedRotation.matrix", "self.start_BB.to(dtype) @ torch", "torch")),
+    bug("steps_by_the_size", "rotations that are learned", "large rotations move as far in each entry as small ones", _ROTATED,
+        Edit(_ROTATION + "LearnedRotation.matrix", "/ size**0.5", "")),
+    bug("means_drift", "rotations that are learned", "a rotation that has to keep means learns to move them", _ROTATED,
+        Edit(_ROTATION + "LearnedRotation.matrix", "if self.keeps_mean:", "if False:")),
+    bug("float_weights", "rotations that are learned", "the loss is that of weights that are not rounded", _ROTATED,
+        Edit(_ROTATION + "LearnedTurns._values", "weight.dim() == 2", "weight.dim() == 3")),
+    bug("float_inputs", "rotations that are learned", "the loss is that of inputs that are not rounded", _ROTATED,
+        Edit(_ROTATION + "_rounding_inputs", "args.dynamic is not True", "args.dynamic is True")),
+    bug("blocks_hand_nothing_on", "rotations that are learned", "of all weights only embedding and head hand gradients on", _ROTATED,
+        Edit(_ROTATION + "LearnedTurns._leaf", "if not self._plan.turns_of(name):", "if name.endswith('_proj'):")),
 )  # fmt: skip
