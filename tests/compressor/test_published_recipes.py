@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from compressor import CompressorError, SparseGPTModifier, load_recipe, oneshot
 from compressor.mappings import find_pairs
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.modifiers.schemes.targets import SchemeTargets
+from compressor.nn import QuantizedLinear
 from compressor.nn.experts import usual_name
 from harness.traceability.architectures import draw_weights
 from tests.compressor.published.record import RESOLUTIONS, args_text, build, collapsed, published, recipe_of, scheme_text, starred
@@ -171,3 +173,54 @@ def test_rotations_turn_what_llm_compressor_turns(name: str) -> None:
     report = oneshot(model, recipe=recipe, dataset=[list(range(3, 15))], device="cpu").report
     ours = _turned(report.transforms, skeleton(ENTRIES[name]["model"]))
     assert ours == rows(RECORDED[name]["turned"]) | LINEAR_ROUTER.get(name, set())
+
+
+# Architectures that none of llm-compressor's tables knows: LayerNorm and ReLU; attention beside the MLP; norms that multiply by 1 + weight;
+# no gate and an activation with weights of its own; experts, with norms of queries and keys.
+SIZE = {"vocab_size": 128, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "eos_token_id": 2}
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "OPT": {**SIZE, "ffn_dim": 256, "word_embed_proj_dim": 128},
+    "Phi": {**SIZE, "intermediate_size": 256},
+    "Nemotron": {**SIZE, "intermediate_size": 256, "num_key_value_heads": 1, "head_dim": 64},
+    "Apertus": {**SIZE, "intermediate_size": 256, "num_key_value_heads": 1},
+    "FlexOlmo": {**SIZE, "intermediate_size": 128, "num_key_value_heads": 1, "num_experts": 2, "num_experts_per_tok": 1, "pad_token_id": 0},
+}
+RUN = (
+    "big_models_with_sequential_onloading/llama3.3_70b",
+    "transform/spinquant_example",
+    "awq/llama_example",
+    "tests/llmcompressor/transformers/compression/recipes/sparse_24_fp8",
+    "transform/quip_example",
+    "awq/fp8_block_llama_example",
+    "imatrix/llama3_nvfp4_imatrix_example",
+    "quantization_w4a16/llama3_ddp_example",
+    "quantization_kv_cache/llama3_fp8_kv_example",
+    "quantization_w4a16_fp4/nvfp4/llama3_nvfp4_expanded_mse_example",
+)
+# For a change each architecture runs one recipe, of another kind each; by night all.
+RUNS = [
+    pytest.param(kind, name, marks=() if number == place else pytest.mark.nightly)
+    for place, kind in enumerate(UNKNOWN)
+    for number, name in enumerate(RUN)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), RUNS)
+def test_a_recipe_runs_on_an_architecture_that_no_table_knows(kind: str, name: str) -> None:
+    model_class = getattr(transformers, f"{kind}ForCausalLM")
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**UNKNOWN[kind])).eval()
+    draw_weights(model, 0)
+    rows = torch.randint(3, 60, (8, 24), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        before = model(rows).logits
+    recipe = recipe_of(ENTRIES[name])
+    report = oneshot(model, recipe=recipe, dataset=rows, device="cpu").report
+    with unfused_experts(model, hold=False):
+        linears = {name for name, one in model.named_modules() if isinstance(one, nn.Linear | QuantizedLinear)} - {"lm_head"}
+    assert linears <= {name for name, record in report.modules.items() if record.scheme}
+    assert bool(report.transforms) == any(word in str(recipe) for word in ("AWQ", "SmoothQuant", "SpinQuant", "QuIP"))
+    with torch.inference_mode():
+        difference = model(rows).logits - before
+    print(kind, name, float(difference.norm() / before.norm()))
+    assert float(difference.norm() / before.norm()) < 1
