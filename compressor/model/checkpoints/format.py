@@ -25,6 +25,7 @@ from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 # The version of compressed-tensors whose format this is; readers take it as information only.
 FORMAT_VERSION = "0.20.0"
 _LINEAR = "Linear"
+_HEADS = ("lm_head", "embed_out")  # no `Linear` to vLLM and SGLang, which quantize a head that is named and no other
 _UNPACKED_TO_BFLOAT16 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 # vLLM makes a linear layer of what transformers calls a router or a gate, so it has to be told that those are not quantized.
 _ROUTER = re.compile(r"Router|Gating|Gate(?![a-z])")
@@ -42,7 +43,7 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Describe a quantized model for config.json.
 
-    One scheme for all is written as the class `Linear` less `ignore`, the form every reader knows. Several schemes name their modules one
+    One scheme for all is written as the head and the class `Linear` less `ignore`, the form every reader knows. Several schemes name their modules one
     by one: readers that fuse layers look a class up before they look at names.
 
     Args:
@@ -67,7 +68,9 @@ def quantization_config(
         }
         groups.setdefault(repr(content), {**content, "targets": []})["targets"].append(name)
     if len(groups) == 1 and not others:
-        next(iter(groups.values()))["targets"] = [_LINEAR]
+        (only,) = groups.values()
+        heads = [name for name in only["targets"] if name.rpartition(".")[2] in _HEADS]
+        only["targets"] = heads + [_LINEAR] * (len(only["targets"]) > len(heads))
     formats = sorted({group["format"] for group in groups.values()}) or ["dense"]
     queries = {"format": "dense", "input_activations": _args(kv_cache_scheme), "output_activations": None, "weights": None}
     described = [*groups.values(), *([{**queries, "targets": list(attention)}] if attention else [])]

@@ -189,11 +189,15 @@ def test_groups_blocks_and_words_are_not_cut_among_gpus(workspace, pristine):
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_a_head_in_blocks_is_refused(workspace, tmp_path, server):
-    blocks = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 32]}
-    recipe = {"QuantizationModifier": {"config_groups": {"head": {"targets": ["lm_head"], "weights": blocks}}}}
-    oneshot(workspace.base, recipe=recipe, output_dir=tmp_path / "out", progress=False)
-    assert "cannot divide its blocks; give it scales per channel" in found(read_subject(workspace.base, tmp_path / "out"), server)["serving.layers"]
+def test_a_head_is_taken_as_a_run_writes_it_but_not_in_blocks(workspace, tmp_path, server):
+    kinds = {"channel": {}, "block": {"block_structure": [32, 32]}}
+    for strategy, more in kinds.items():
+        weights = {"num_bits": 8, "type": "float", "strategy": strategy, **more}
+        recipe = {"QuantizationModifier": {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}}}
+        oneshot(workspace.base, recipe=recipe, output_dir=tmp_path / strategy, progress=False)
+    channels, blocks = (found(read_subject(workspace.base, tmp_path / strategy), server) for strategy in kinds)
+    assert channels == {}
+    assert "lm_head: " in blocks["serving.layers"] and "cannot divide its blocks; give it scales" in blocks["serving.layers"]
 
 
 def test_a_policy_may_allow_schemes_that_nobody_serves(workspace, pristine):
