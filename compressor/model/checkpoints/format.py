@@ -43,8 +43,8 @@ def quantization_config(
 ) -> dict[str, Any]:
     """Describe a quantized model for config.json.
 
-    One scheme for all is written as the head and the class `Linear` less `ignore`, the form every reader knows. Several schemes name their modules one
-    by one: readers that fuse layers look a class up before they look at names.
+    One scheme for all is written as the head and the class `Linear` less `ignore`, the form every reader knows. Several schemes name their
+    modules one by one: readers that fuse layers look a class up before they look at names.
 
     Args:
         modules: dotted name of every quantized module, as in the model, to its scheme; equal schemes make one group.

@@ -45,13 +45,8 @@ def test_adapters_learn_and_codes_stay(scheme: str, tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with_adapters = adapted(model)
     trained = [parameter for parameter in with_adapters.parameters() if parameter.requires_grad]
-    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
-    for _ in range(4):
-        optimizer.zero_grad()
-        loss = loss_of(with_adapters, {"input_ids": IDS})
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    trainer = Trainer(TrainStep(with_adapters, loss_of, adamw(trained, lr=1e-2)))
+    losses = [float(trainer.train_step({"input_ids": IDS})) for _ in range(4)]
     assert losses[3] < losses[2] < losses[1] < losses[0]
     assert len(trained) == 12 and all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in trained)
     with pytest.raises(ModelError, match=r"q_proj: adapters cannot be merged into codes; save them"):
