@@ -96,7 +96,7 @@ class Media:
         texts = [self._text(row, processor) for row in rows]
         given: dict[str, Any] = {} if texts[0] is None else {"text": texts}
         for column in sorted(COLUMNS.keys() & rows[0].keys()):
-            each = [_as_list(row[column]) for row in rows]
+            each = [_as_list(row[column], frames=COLUMNS[column] == "videos") for row in rows]
             given[COLUMNS[column]] = each if COLUMNS[column] == "images" else [one for part in each for one in part]
         if "audio" in given:
             waves = [_wave(one, rows[0].get("sampling_rate")) for one in given["audio"]]
@@ -136,9 +136,11 @@ def _columns(rows: Any) -> set[str]:
     return set(first) if isinstance(first, Mapping) else set()
 
 
-def _as_list(value: Any) -> list[Any]:
-    """One image, or wave of numbers, as a list of one."""
-    return value if isinstance(value, list) and not (value and isinstance(value[0], int | float)) else [value]
+def _as_list(value: Any, *, frames: bool) -> list[Any]:
+    """One image, wave of numbers, or video, which may be a list of its `frames`, as a list of one."""
+    first = value[0] if isinstance(value, list) and value else None
+    is_frame = frames and (hasattr(first, "getbands") or getattr(first, "ndim", None) == 3)
+    return [value] if not isinstance(value, list) or isinstance(first, int | float) or is_frame else value
 
 
 def _wave(audio: Any, rate: int | None) -> tuple[Any, int | None]:

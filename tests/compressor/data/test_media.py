@@ -1,4 +1,4 @@
-"""Images and audio through the processors of tiny models: rows, calibration sets by name and collators give the model the same inputs."""
+"""Images, video and audio through processors of tiny models: rows, calibration sets by name and collators give the same inputs."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from transformers import (
     MllamaImageProcessorPil,
     MllamaProcessor,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
     Qwen2AudioConfig,
     Qwen2AudioForConditionalGeneration,
     Qwen2AudioProcessor,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -239,6 +242,47 @@ def test_padded_rows_keep_the_places_of_images() -> None:
     rows = [{"text": "<image> " + "long " * n, "image": one} for n, one in enumerate(pictures())]
     result = oneshot(model, processor=processor, dataset=rows, batch_size=2, recipe=static("re:.*vision_tower.*", "re:.*projector.*"))
     assert result.report.modules and result.record["data"]["num_samples"] == 4
+
+
+class Qwen2VLVideos(ProcessorMixin):  # type: ignore[misc]
+    """Called as the processor of Qwen2-VL is, whose own part for videos wants torchvision: two frames of 8 x 8 become one token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(tokenizer)
+
+    def __call__(self, text: list[str], videos: list[Any], *, return_tensors: str, padding: bool = False) -> dict[str, torch.Tensor]:
+        pixels = torch.stack([torch.as_tensor(np.stack([np.asarray(frame) for frame in video])) for video in videos])
+        assert pixels.shape == (sum(one.count("<v>") for one in text), 2, 8, 8, 3)
+        words = self.tokenizer(text, padding=padding, return_tensors=return_tensors)
+        kinds = (words["input_ids"] == 259).int() * 2
+        grids = torch.tensor([[1, 2, 2]] * len(videos))
+        return {**words, "mm_token_type_ids": kinds, "pixel_values_videos": pixels.reshape(-1, 96) / 255, "video_grid_thw": grids}
+
+
+def qwen2_vl() -> Any:
+    torch.manual_seed(0)
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
+    text = {**TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, video_token_id=259))
+
+
+def test_a_video_is_an_array_or_a_list_of_its_frames() -> None:
+    videos = [np.stack([np.asarray(one.resize((8, 8))) for one in pictures(4)[n : n + 2]]) for n in range(3)]
+    frames = [[Image.fromarray(frame) for frame in video] for video in videos]
+    processor = Qwen2VLVideos(tokenizer("<v>", "video"))
+    ways: list[tuple[str, list[Any], int | None]] = [
+        ("video", videos, None),
+        ("video", frames, 2),
+        ("videos", [[one] for one in frames], 2),
+    ]
+    seen = []
+    for column, values, batch_size in ways:
+        rows = [{"text": f"<v> what is it {n}", column: one} for n, one in enumerate(values)]
+        seen.append(ranges(oneshot(qwen2_vl(), processor=processor, dataset=rows, batch_size=batch_size, recipe=static())))
+    assert any(".visual." in name for name in seen[0])
+    assert all(torch.allclose(value, one[name], rtol=1e-5) for one in seen[1:] for name, value in seen[0].items())
+    two = [{"text": "<v> and <v>", "videos": [frames[0], frames[1]]}, {"text": "<v> or <v>", "videos": [frames[2], frames[1]]}]
+    assert oneshot(qwen2_vl(), processor=processor, dataset=two, recipe=static()).record["data"]["num_samples"] == 2
 
 
 def test_what_cannot_be_read_is_refused_by_name() -> None:
