@@ -32,6 +32,7 @@ from compressor.lifecycle import Session, State
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
 from compressor.nn import QuantizedLayer
+from compressor.pages import let_go
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.targets.call_order import plain_forward
@@ -258,7 +259,9 @@ def weights_held_to(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str
 
 
 def _holding(found: dict[str, str], name: str, module: nn.Module) -> Callable[..., None]:
-    left = {key: _some_numbers(weight) for key, weight in module._parameters.items() if weight is not None and _can_be_read(weight)}
+    own = {key: weight for key, weight in module._parameters.items() if weight is not None and _can_be_read(weight)}
+    left = {key: _some_numbers(weight) for key, weight in own.items()}
+    let_go(own.values())  # a number from each page, of all modules, makes a mapped model resident
 
     def hook(given: nn.Module, args: tuple[Any, ...]) -> None:
         del args

@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from compressor import oneshot
 from compressor.errors import OutOfMemoryError, TargetError, TracingError
 from compressor.pages import let_go
+from compressor.pipelines.forward_checks import weights_held_to
 from compressor.pipelines.offload import onload
 from compressor.pipelines.offload.onload import OnloadedWeights
 from tests.compressor.pipelines.simulated_device import Simulated
@@ -225,6 +226,19 @@ def test_pages_of_a_file_go_and_what_was_written_stays(tmp_path: Path) -> None:
     let_go([mapped])
     assert file_pages() < resident - (3 << 20)
     assert mapped.sum() == (1 << 20) + 4096
+
+
+def test_who_looks_at_a_number_of_every_page_gives_the_pages_back(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"weight": torch.ones(1 << 10, 1 << 11, dtype=torch.float32)}, path)
+    layer = nn.Linear(1 << 11, 1 << 10, bias=False)
+    with safe_open(path, framework="pt") as file:
+        layer.weight = nn.Parameter(file.get_tensor("weight"))
+    before = file_pages()
+    with weights_held_to(layer, [""]) as found:
+        assert file_pages() < before + (1 << 20)  # of 8 MB
+        layer(torch.ones(1 << 11))
+        assert not found
 
 
 def file_pages() -> int:
