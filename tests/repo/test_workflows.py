@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,37 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
     before, after = PLANTED[fault]
     assert before in text
     assert any(fault in found for found in _faults(yaml.safe_load(text.replace(before, after, 1))))
+
+
+ACTIONLINT = Path(sysconfig.get_path("scripts")) / "actionlint"
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="its wheels are for Linux")
+UNSOUND = {
+    'unexpected key "timeout-minute"': ("timeout-minutes", "timeout-minute"),
+    'property "reff" is not defined': ("github.ref", "github.reff"),
+    'label "ubuntu-24.4" is unknown': ("ubuntu-24.04", "ubuntu-24.4"),
+    'unexpected key "with"': ("steps:", "steps:\n      - with: {a: b}\n        run: echo"),
+}
+
+
+def _actionlint(text: str) -> subprocess.CompletedProcess[str]:
+    words = [ACTIONLINT, "-no-color", "-config-file", ROOT / ".github" / "actionlint.yaml", "-"]
+    return subprocess.run(words, input=text, capture_output=True, text=True, check=False)
+
+
+@ON_LINUX
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actionlint_finds_nothing(path: Path) -> None:
+    done = _actionlint(path.read_text(encoding="utf-8"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@ON_LINUX
+@pytest.mark.parametrize("told", UNSOUND)
+def test_actionlint_finds_what_is_planted(told: str) -> None:
+    before, after = UNSOUND[told]
+    text = (ROOT / ".github" / "workflows" / "pull-request.yml").read_text(encoding="utf-8")
+    done = _actionlint(text.replace(before, after, 1))
+    assert before in text and done.returncode == 1 and told in done.stdout
 
 
 def _here(*words: str | Path) -> tuple[int, str, str]:
