@@ -111,7 +111,7 @@ def _loops(candidate: Candidate) -> CheckRecord:
 
 def _special(candidate: Candidate) -> CheckRecord:
     special = special_ids(read_tokenizer(candidate.base)) if has_tokenizer(candidate.base) else set()
-    special -= _ends(candidate.base_model)
+    special -= ends_of(candidate.base_model)
     if not special:
         return SPECIAL.record(Outcome.PASS, "the base has no special token beside those that end a text")
     findings = []
@@ -122,7 +122,8 @@ def _special(candidate: Candidate) -> CheckRecord:
     return SPECIAL.found(findings, f"none of {len(special)} special tokens")
 
 
-def _ends(model: torch.nn.Module) -> set[int]:
+def ends_of(model: torch.nn.Module) -> set[int]:
+    """Return the tokens that end a text of a model."""
     settings: Any = getattr(model, "generation_config", None)
     ids = getattr(settings, "eos_token_id", None)
     return set(ids if isinstance(ids, list) else [ids]) - {None}
@@ -141,7 +142,7 @@ class _Force:
 
 
 def _eos(candidate: Candidate) -> CheckRecord:
-    expected, found = _ends(candidate.base_model), _ends(candidate.model)
+    expected, found = ends_of(candidate.base_model), ends_of(candidate.model)
     if not expected and not found:
         return EOS.record(Outcome.PASS, "neither names a token that ends a text")
     findings = [f"token {token}: ends no text here" for token in sorted(expected - found)]
@@ -161,7 +162,7 @@ def _runtime(candidate: Candidate) -> CheckRecord:
         return RUNTIME.skipped("nothing is quantized")
     with quiet_transformers():
         ours = load_with_our_layers(candidate.compressed, device=candidate.device)
-    limit, findings, ties = _tie(candidate), [], 0
+    limit, findings, ties = tie_of(candidate), [], 0
     for number in range(len(candidate.prompts)):
         gaps = dict(_partings(ours, candidate, number))
         ties += sum(gap <= limit for gap in gaps.values())
@@ -173,8 +174,8 @@ def _runtime(candidate: Candidate) -> CheckRecord:
     )
 
 
-def _tie(candidate: Candidate) -> float:
-    """How near two tokens are, relative to the largest logit, between which two right runtimes may choose otherwise."""
+def tie_of(candidate: Candidate) -> float:
+    """Return how near two tokens are, relative to the largest logit, between which two right runtimes may choose otherwise."""
     limits, model = candidate.policy.generation, candidate.model
     if rounding_modules(model):
         return limits.max_dtype_deviation  # a code that falls the other way costs more than the dtype does

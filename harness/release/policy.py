@@ -69,6 +69,8 @@ class ReleasePolicy(SettingsPart):
     generation: GenerationLimits = GenerationLimits()
     environments: dict[Name, Path] = Field(default_factory=dict)
     """Name, such as oldest and newest, to a Python interpreter with transformers and compressed-tensors of its own."""
+    vllm: Path | None = None
+    """The Python interpreter that has vLLM, if the server itself shall write."""
     commands: dict[Name, str] = Field(default_factory=dict)
     """Name to a command line, which exits with 0 (pass), 1 (fail) or another number (cannot tell): servers, tasks, ONNX. `{base}`,
     `{compressed}` and `{python}` (of this process) stand for what they say."""
@@ -78,7 +80,7 @@ class ReleasePolicy(SettingsPart):
     evaluator: Path | None = None
     """The Python interpreter that has lm-evaluation-harness, if it is not this one."""
     minutes: Positive = 60.0
-    """That each environment, each command and each task may take a model."""
+    """That each environment, vLLM, each command and each task may take a model."""
 
     @field_validator("waivers")
     @classmethod
@@ -131,6 +133,7 @@ def load_release_policy(path: str | Path | None) -> ReleasePolicy:
             "dataset": str(root / policy.dataset) if beside and policy.dataset else policy.dataset,
             "environments": {name: root / python.expanduser() for name, python in policy.environments.items()},
             "tasks": {name: root / task.expanduser() for name, task in policy.tasks.items()},
+            "vllm": policy.vllm and root / policy.vllm.expanduser(),
             "evaluator": policy.evaluator and root / policy.evaluator.expanduser(),
         }
     )

@@ -16,15 +16,18 @@ from compressor.progress import Progress, SilentProgress
 from compressor.settings.verbs import DataSettings
 from harness.release import files, generation, invariance, tokenizer
 from harness.release.candidate import Candidate, Check
-from harness.release.outside import check_commands, check_environments
+from harness.release.outside.commands import check_commands
+from harness.release.outside.environments import check_environments
+from harness.release.outside.served import check_served
+from harness.release.outside.tasks import check_tasks
 from harness.release.policy import ReleasePolicy, load_release_policy
 from harness.release.report import ReleaseReport, judged
-from harness.release.tasks import check_tasks
 from harness.reporting.record import CheckRecord
 from harness.validation.compare import ValidationReport, validate
 from harness.validation.subject import check_folders
 
 CHECKS: tuple[Check, ...] = (*files.CHECKS, *tokenizer.CHECKS, *generation.CHECKS, *invariance.CHECKS)
+OUTSIDE = (check_environments, check_served, check_commands, check_tasks)
 
 
 def sign_off(
@@ -104,11 +107,11 @@ def _provenance(report: ValidationReport, hashes: Mapping[str, str], seed: int) 
 
 
 def _records(candidate: Candidate, progress: Progress) -> Iterator[CheckRecord]:
-    with progress.task("release", len(CHECKS) + 3) as task:
+    with progress.task("release", len(CHECKS) + len(OUTSIDE)) as task:
         for check in CHECKS:
             yield check.record(candidate)
             task.advance(1, check.claim.name)
-        for run in (check_environments, check_commands, check_tasks):
+        for run in OUTSIDE:
             yield from run(candidate)
             task.advance(1, "other processes")
 

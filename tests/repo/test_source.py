@@ -29,7 +29,8 @@ MACHINE_PATHS = re.compile(r"(?<![\w.])/(work|farm|root|home/\w+|opt/\w+|Users/\
 FOREIGN_FOLDERS = re.compile(r"\bshared" + r"/(design|lab|hooks)\b")
 PACKAGES = ("compressor", "harness")
 NEEDS = {
-    "compressor.algorithms.rounding_triton": "triton"
+    "compressor.algorithms.rounding_triton": "triton",
+    "harness.release.outside.with_vllm": "vllm",
 }  # modules that are imported where a package is at hand that nobody has to install
 
 

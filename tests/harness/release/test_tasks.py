@@ -12,8 +12,8 @@ import torch
 
 from compressor.errors import UserInputError
 from harness.release.candidate import Candidate
+from harness.release.outside.tasks import check_tasks
 from harness.release.policy import ReleasePolicy, load_release_policy
-from harness.release.tasks import check_tasks
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome
 

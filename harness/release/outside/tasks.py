@@ -18,7 +18,7 @@ import numpy as np
 
 from compressor.json_text import from_json
 from harness.release.candidate import Candidate, Check
-from harness.release.outside import end_of, process
+from harness.release.outside.process import end_of, process
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.bootstrap import percentile_interval, power_of, resample_sums
