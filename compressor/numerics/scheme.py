@@ -303,22 +303,15 @@ class QuantizationArgs(BaseModel):
         if self.type == "float" and (self.num_bits not in (4, 8) or not self.symmetric):
             raise SchemeError("type='float' means symmetric fp8 (e4m3) or fp4 (e2m1); give num_bits=8 or 4, and symmetric=True")
         is_nvfp4 = (self.type, self.num_bits, self.group_size) == ("float", 4, NVFP4_GROUP_SIZE)
-        is_known = self.group_size == {"tensor_group": NVFP4_GROUP_SIZE, "group": MX_GROUP_SIZE}.get(self.strategy, 0)
-        if (self.type, self.num_bits) == ("float", 4) and "scale_dtype" not in self.model_fields_set and not is_known:
-            raise SchemeError(
-                f"floats of 4 bits come in groups of {MX_GROUP_SIZE} (strategy='group', MXFP4) or {NVFP4_GROUP_SIZE} "
-                f"(strategy='tensor_group', NVFP4), not with strategy={self.strategy!r} and group_size={self.group_size}; "
-                "give one of these, or num_bits=8"
-            )
         if self.has_global_scale != (self.scale_dtype == "torch.float8_e4m3fn") or (self.has_global_scale and not is_nvfp4):
             raise SchemeError(
-                f"strategy={self.strategy!r} with scale_dtype={self.scale_dtype!r} is not NVFP4; give type='float', num_bits=4, "
-                f"strategy='tensor_group', group_size={NVFP4_GROUP_SIZE}"
+                f"strategy={self.strategy!r}, group_size={self.group_size} with scale_dtype={self.scale_dtype!r} is not NVFP4; give "
+                f"type='float', num_bits=4, strategy='tensor_group', group_size={NVFP4_GROUP_SIZE}"
             )
         if self.is_mx and (self.type != "float" or self.group_size != MX_GROUP_SIZE or self.strategy != "group"):
             raise SchemeError(
-                f"scale_dtype='torch.uint8' goes with fp4 or fp8 in groups of {MX_GROUP_SIZE} (the MX formats), not with "
-                f"{self.type}{self.num_bits} and group_size={self.group_size}; leave scale_dtype out, or give group_size={MX_GROUP_SIZE}"
+                f"{self.type}{self.num_bits} with strategy={self.strategy!r} and group_size={self.group_size}: fp4 and scale_dtype=uint8 are "
+                f"for groups of {MX_GROUP_SIZE} (MX formats), fp4 also of {NVFP4_GROUP_SIZE} ('tensor_group'); give one, or num_bits=8 alone"
             )
         return self
 
