@@ -310,8 +310,8 @@ class QuantizationArgs(BaseModel):
             )
         if self.is_mx and (self.type != "float" or self.group_size != MX_GROUP_SIZE or self.strategy != "group"):
             raise SchemeError(
-                f"{self.type}{self.num_bits} with strategy={self.strategy!r} and group_size={self.group_size}: fp4 and scale_dtype=uint8 are "
-                f"for groups of {MX_GROUP_SIZE} (MX formats), fp4 also of {NVFP4_GROUP_SIZE} ('tensor_group'); give one, or num_bits=8 alone"
+                f"{self.type}{self.num_bits} with strategy={self.strategy!r} and group_size={self.group_size}: fp4 and scale_dtype=uint8 "
+                f"go in groups of {MX_GROUP_SIZE} (MX formats), fp4 also of {NVFP4_GROUP_SIZE} ('tensor_group'); give one, or num_bits=8"
             )
         return self
 
