@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,10 +20,16 @@ pytest_plugins = ["pytester", *([] if _INSTALLED else ["harness.plugin"])]
 def pytest_configure(config: pytest.Config) -> None:
     """Draw in the `dev` profile when the command line names none; collect tests without looking for garbage, of which there is none."""
     gc.disable()
+    gc.set_threshold(50_000)  # most of what a test makes is gone with its last name, and each look for garbage costs a millisecond
+    os.fsync = _unflushed
     if config.getoption("--harness-profile") is None:
         from harness.profiles import load_profile
 
         load_profile("dev")
+
+
+def _unflushed(fd: object) -> None:
+    """Waiting for the disk proves nothing; that a file is flushed, and when, is seen by tests that watch the call."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -30,7 +30,7 @@ RANGES = (None, "minmax", "memoryless_minmax", "static_minmax")
 @functools.cache
 def published() -> dict[str, Any]:
     """Read the models and recipes."""
-    content: dict[str, Any] = yaml.safe_load((FOLDER / "recipes.yaml").read_text(encoding="utf-8"))
+    content: dict[str, Any] = yaml.load((FOLDER / "recipes.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)  # in C: ten times as fast
     return content
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,9 +24,3 @@ def no_ci(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     for name in CI_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return lambda: None
-
-
-@pytest.fixture(autouse=True)
-def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for the disk proves nothing here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,3 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, repo_roo
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(repo_root))
     return Project(pytester)
-
-
-@pytest.fixture(autouse=True)
-def _no_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for the disk proves nothing here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
