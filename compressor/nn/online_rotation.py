@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ Side = Literal["input", "output"]
 class OnlineRotation:
     """A hook that turns what a layer is handed, x Q, or gives, y Q^T: its weight has been turned so that the two take each other back.
 
+    Layers that are handed the very same tensor may share one. Without gradients it is then turned once, and they are handed the very same
+    tensor again: GPTQ has one Hessian for them.
+
     Attributes:
         group: its name in the transform_config of a checkpoint: R4, v, u.
         side: what it turns.
@@ -34,6 +38,11 @@ class OnlineRotation:
         """Take the rotation; `attach` puts it to work."""
         self.group, self.side, self.rotation, self.back = group, side, rotation, back
         self._placed: dict[tuple[torch.device, torch.dtype], Rotation] = {}
+        self._last: tuple[ref[Tensor], tuple[int, int], Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is turned right now, of which nothing outlives a forward."""
+        return {**vars(self), "_last": None}
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         """Turn inputs or outputs of a module from now on, before any other hook sees them. Changes the module.
@@ -57,9 +66,24 @@ class OnlineRotation:
                 )
             return self.turn(other)
         if args:
-            return (self.turn(args[0]), *args[1:]), other
+            return (self._turned_once(args[0]), *args[1:]), other
         name = next(iter(other))
-        return (), {**other, name: self.turn(other[name])}
+        return (), {**other, name: self._turned_once(other[name])}
+
+    def _turned_once(self, x_ND: Tensor) -> Tensor:
+        """Turn a tensor that has just been turned no second time, unless somebody may have written to it, or to what it became."""
+        if torch.is_grad_enabled() or torch.is_inference(x_ND) or torch.compiler.is_compiling():
+            return self.turn(x_ND)
+        last = self._last
+        if last is None or last[0]() is not x_ND or last[1] != (x_ND._version, last[2]._version):
+            turned_ND = self.turn(x_ND)
+            self._last = last = (ref(x_ND, self._forget), (x_ND._version, turned_ND._version), turned_ND)
+        return last[2]
+
+    def _forget(self, gone: ref[Tensor]) -> None:
+        """Let go of what a tensor became, with the tensor."""
+        del gone
+        self._last = None
 
     def turn(self, x_ND: Tensor) -> Tensor:
         """Turn rows, in float32 at least.

@@ -103,6 +103,7 @@ def read_rotations(
     groups = (config.get("transform_config") or {}).get("config_groups") or {}
     stored = stored_names(model, [name for name, module in model.named_modules() if is_quantizable(module)]) if groups else {}
     found = []
+    shared: dict[tuple[str, Side, int, bool], OnlineRotation] = {}
     for group, scheme in groups.items():
         where = f"{folder}: transform_config: {group}"
         matrices = _Matrices.of(group, tensors)
@@ -111,7 +112,10 @@ def read_rotations(
             for name in _meant(model, stored, entry) if side is not None else ():
                 size = scheme.get("head_dim") or _width(model.get_submodule(name), side or "input")
                 matrix = matrices.matrix(f"{stored.get(name, name)}.{_key(group, side or 'input')}", size, where)
-                found.append((name, _read(group, side or "input", scheme["type"], matrix, inverse=bool(entry.get("inverse")))))
+                key = group, side or "input", id(matrix), bool(entry.get("inverse"))
+                if key not in shared:
+                    shared[key] = _read(group, key[1], scheme["type"], matrix, inverse=key[-1])
+                found.append((name, shared[key]))
     return found
 
 

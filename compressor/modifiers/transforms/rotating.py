@@ -259,7 +259,7 @@ class RotatingModifier(Modifier):
         Raises:
             TargetError: a layer has a rotation on this side already.
         """
-        hooks = [(name, _hook(turn)) for turn in turns for name in (*turn.readers, *turn.writers)]
+        hooks = [(name, hook) for turn in turns for hook in [_hook(turn)] for name in (*turn.readers, *turn.writers)]
         for name, hook in hooks:
             taken = next((one.group for one in online_rotations(state.model.get_submodule(name)) if one.side == hook.side), None)
             if taken is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -220,6 +223,38 @@ def test_an_expert_that_nobody_watches_turns_too() -> None:
         assert torch.equal(expert.compute(x, with_hooks=False), expert(x))
         expert.get_submodule("up_proj").register_forward_hook(lambda module, args, output: None)
         assert expert.is_watched
+
+
+def test_layers_that_read_one_tensor_are_handed_one_and_any_other_is_turned_anew() -> None:
+    layers, handed, x = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)]), [], torch.randn(3, 8)
+    hook = OnlineRotation("v", "input", make_rotation("hadamard", 8), back=False)
+    for layer in layers:
+        hook.attach(layer)
+        layer.register_forward_pre_hook(lambda module, args: handed.append(args[0]))
+
+    def all_read(*inputs: Tensor) -> bool:
+        handed.clear()
+        for layer, one in zip(layers, inputs, strict=True):
+            layer(one)
+            assert torch.equal(handed[-1], hook.turn(one))
+        return handed[0] is handed[1]
+
+    assert not all_read(x, x)  # one gradient each
+    with torch.no_grad():
+        assert all_read(x, x) and all_read(x, x) and not all_read(x, x.clone())
+        for written in (x, handed[-1]):
+            layers[0](x)
+            written.mul_(2)
+            all_read(x, x)
+        assert copy.deepcopy(layers)[0](x).equal(layers[0](x))
+        pickle.dumps(hook)
+        kept = ref(handed[-1])
+        handed.clear()
+        del x, written
+        assert kept() is None
+    with torch.inference_mode():  # where nobody counts what is written
+        one = torch.ones(2, 8)
+        assert not all_read(one, one)
 
 
 @pytest.mark.parametrize("size", [1, 12, 64, 96])
