@@ -20,8 +20,17 @@ from compressor.interruption import ended_by_sigterm
 # The console that tables are printed on: rich's, but a closed pipe is an error as everywhere, where rich exits with 1, a verdict here.
 
 
+_FILE_WIDTH = 10_000  # columns: whoever searches a file finds a name whole, and a sentence in its line
+
+
 class Console(rich.console.Console):
-    """As rich's, but `| head` does not end it with exit code 1."""
+    """As rich's, but `| head` does not end it with exit code 1, and nothing is cut into lines for a file."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take what rich takes."""
+        super().__init__(*args, **kwargs)
+        if kwargs.get("width") is None and "COLUMNS" not in os.environ and not self.is_terminal:
+            self.width = _FILE_WIDTH
 
     def on_broken_pipe(self) -> None:
         """Let the command end as behind `print` (compressor/console.py)."""

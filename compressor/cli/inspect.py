@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from compressor.json_text import to_json
 
@@ -33,5 +34,6 @@ def run(args: argparse.Namespace) -> int:
     from compressor.entrypoints.inspection import inspect_checkpoint
 
     found = inspect_checkpoint(args.folder, args.model_revision)
-    print(to_json(found.to_dict()) if args.json else "\n".join(found.lines(args.modules)), end="" if args.json else "\n")
+    width = 80 if sys.stdout.isatty() else None
+    print(to_json(found.to_dict()) if args.json else "\n".join(found.lines(args.modules, width)), end="" if args.json else "\n")
     return 0

@@ -22,7 +22,6 @@ from compressor.nn.attention.kv_cache import kv_scheme_of, quantized_parts
 from compressor.numerics import QuantizationScheme
 
 _RECORD = "compression.json"
-_WIDTH = 80
 _UNNAMED = "what the record does not name"
 FLOAT = "not quantized"
 
@@ -116,11 +115,12 @@ class Inspection:
         record = None if self.record is None else {key: value for key, value in self.record.items() if key != "tensors"}
         return {**asdict(self), "record": record}
 
-    def lines(self, modules: bool = False) -> list[str]:
-        """Say it in lines of at most 80 columns, names of modules aside.
+    def lines(self, modules: bool = False, width: int | None = None) -> list[str]:
+        """Say it in lines.
 
         Args:
             modules: a line for each layer as well.
+            width: columns after which sentences go on in the next line, 80 at least; None for whole lines.
 
         Returns:
             The lines.
@@ -134,9 +134,9 @@ class Inspection:
             said.append(_row(name, str(len(members)), _joined(members)))
         if modules:
             said += ["", *(f"{_row(one.format, '', one)}  {one.name}" for one in (*self.quantized, *self.tensors))]
-        return [*said, "", *self._record_lines()]
+        return [*said, "", *self._record_lines(width)]
 
-    def _record_lines(self) -> list[str]:
+    def _record_lines(self, width: int | None) -> list[str]:
         if self.record is None:
             return [f"no {_RECORD}: it was not written here, or its record was lost"]
         if not self.record.keys() & _Record.model_fields.keys():
@@ -154,7 +154,8 @@ class Inspection:
         said.append(f"fallbacks: {len(fallbacks)}")
         said += [f"  {one['module']}: {one['detail']}" for one in fallbacks]
         said += [f"note: {note}" for note in self.record.get("notes", [])]
-        said = [part for line in said for part in wrap(line, _WIDTH, subsequent_indent="  ", break_long_words=False)]
+        if width is not None:
+            said = [part for line in said for part in wrap(line, width, subsequent_indent="  ", break_long_words=False)]
         return [*said, "recipe:", *(f"  {line}" for line in str(self.record.get("recipe", "")).splitlines())]
 
 

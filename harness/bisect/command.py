@@ -66,7 +66,7 @@ def run(settings: BisectSettings) -> Verdict:
     from compressor.atomic import whole_file
     from compressor.errors import OutputError
     from compressor.json_text import to_json
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
     from harness.bisect.locate import bisect
 
     if settings.test is not None and (settings.test.exists() or not settings.test.parent.is_dir()):
@@ -81,7 +81,7 @@ def run(settings: BisectSettings) -> Verdict:
         num_samples=settings.num_samples,
         max_seq_length=settings.max_seq_length,
         device=settings.device,
-        progress=SilentProgress() if settings.quiet else RichProgress(),
+        progress=progress_of(not settings.quiet),
     )
     if report.test is not None and settings.test is not None:
         with whole_file(settings.test) as path:

@@ -61,13 +61,13 @@ def run(settings: MutantSettings) -> Verdict:
 
 def _fates(family: Family, settings: MutantSettings) -> list[Fate]:
     """Return the fates in the order of the table, the control first where all bugs are planted."""
-    from compressor.progress import RichProgress
+    from compressor.progress import progress_of
     from harness.mutants.hunt import hunt
 
     mutants = [*([] if settings.mutant else [None]), *family.chosen(settings.mutant)]
     fates: dict[int, Fate] = {}
     jobs = min(settings.jobs or os.cpu_count() or 1, len(mutants))
-    with RichProgress().task(f"{family.name} mutants", len(mutants)) as task:
+    with progress_of(True).task(f"{family.name} mutants", len(mutants)) as task:
         for number, fate in hunt(family, mutants, settings.all_checks, jobs, settings.table):
             fates[number] = fate
             task.advance(note=f"{fate.mutant.name if fate.mutant else 'control'}: {next(iter(fate.killed_by), 'nothing is seen')}")

@@ -157,11 +157,11 @@ def _known(history: History, metric: str) -> str:
 
 
 def _run_night(settings: NightSettings) -> Verdict:
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
     from harness.nightly.config import read_config
     from harness.nightly.runner import Runner
 
-    config, progress = read_config(settings.config), SilentProgress() if settings.quiet else RichProgress()
+    config, progress = read_config(settings.config), progress_of(not settings.quiet)
     found = (
         Runner(config, settings.night, progress).run() if settings.at is None else _run_at(settings.at, config, settings.night, progress)
     )
@@ -291,13 +291,13 @@ def _report(settings: ReportSettings) -> Verdict:
 
 
 def _simulate(settings: SimulateSettings) -> Verdict:
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
     from harness.nightly.judging.simulation import NOISES, recorded, simulate
 
     noises = dict(NOISES)
     if settings.recorded is not None:
         noises["recorded"] = recorded(_existing(settings.recorded))
-    found = simulate(settings.series, settings.seed, SilentProgress() if settings.quiet else RichProgress(), noises)
+    found = simulate(settings.series, settings.seed, progress_of(not settings.quiet), noises)
     if settings.as_json:
         print(to_json([one.to_dict() for one in found]), end="")
     else:

@@ -69,7 +69,7 @@ def run(settings: CheckSettings) -> Verdict:
 
     policy = load_release_policy(settings.policy)
     from compressor.atomic import check_output_dir
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
     from harness.release.page import write_release
     from harness.release.signing import sign_off
 
@@ -84,7 +84,7 @@ def run(settings: CheckSettings) -> Verdict:
         device=settings.device,
         num_samples=settings.num_samples,
         seed=settings.seed,
-        progress=SilentProgress() if settings.quiet else RichProgress(),
+        progress=progress_of(not settings.quiet),
     )
     page = write_release(report, output_dir)
     if settings.as_json:

@@ -37,13 +37,13 @@ def run(settings: ReportSettings) -> Verdict:
     """
     from compressor.console import Console
     from compressor.json_text import to_json
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
     from harness.run_report.page import check_output_dir, write_report
     from harness.run_report.reading import read_run
 
     output_dir = settings.output_dir or Path(f"{settings.folder.resolve().name}-report")
     check_output_dir(output_dir, source=settings.folder)
-    report = read_run(settings.folder, settings.times, SilentProgress() if settings.quiet else RichProgress())
+    report = read_run(settings.folder, settings.times, progress_of(not settings.quiet))
     page = write_report(report, output_dir)
     if settings.as_json:
         sys.stdout.write(to_json(report.to_dict()))

@@ -91,11 +91,11 @@ def _subjects(settings: AuditSettings) -> list[Subject]:
 def _audit_all(subjects: Sequence[Subject], levels: Sequence[str], auditors: Sequence[Auditor]) -> list[Row]:
     from transformers.utils import logging
 
-    from compressor.progress import RichProgress
+    from compressor.progress import progress_of
 
     logging.set_verbosity_error()
     rows = []
-    with warnings.catch_warnings(), RichProgress().task("audit", total=len(subjects) * len(levels) * len(auditors)) as task:
+    with warnings.catch_warnings(), progress_of(True).task("audit", total=len(subjects) * len(levels) * len(auditors)) as task:
         warnings.simplefilter("ignore")
         for subject in subjects:
             for level in levels:

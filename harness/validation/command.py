@@ -76,7 +76,7 @@ def run(settings: ValidateSettings) -> Verdict:
     policy = _policy(settings)
     output_dir = settings.output_dir or Path(f"{Path(settings.compressed).resolve().name}-validation")
     from compressor.distributed.launch import is_first_rank, launched
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
     from harness.validation.compare import validate
     from harness.validation.report.page import check_output_dir, write_report
 
@@ -95,7 +95,7 @@ def run(settings: ValidateSettings) -> Verdict:
             max_seq_length=settings.max_seq_length,
             num_samples=settings.num_samples,
             seed=settings.seed,
-            progress=SilentProgress() if settings.quiet or not is_first_rank() else RichProgress(),
+            progress=progress_of(is_first_rank() and not settings.quiet),
         )
     if not is_first_rank():
         return report.verdict

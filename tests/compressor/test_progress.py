@@ -1,4 +1,4 @@
-"""Progress is read at a terminal of 80 columns and in a file."""
+"""Progress and tables are read at a terminal of 80 columns and in a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import re
 import sys
 
 import pytest
+from rich.table import Table
 
+from compressor.console import Console
 from compressor.progress import LineProgress, RichProgress, SilentProgress, progress_of
 
 NOTE = "stage 24 of 24, error up to 0.0028, 1,234 tokens/s, 0.5 GB: model.layers.5.mlp.gate_proj, model.layers.5.mlp.up_proj"
@@ -48,6 +50,18 @@ def test_a_file_gets_whole_lines_with_the_time_left_and_no_codes_of_a_terminal(c
     first, *_, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"calibrate 1/2, 0:00:00, 0:00:00 left: {re.escape(NOTE)}", first)
     assert re.fullmatch(rf"calibrate 2/2, 0:00:00: {re.escape(NOTE)}", last)
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_a_file_gets_tables_and_sentences_uncut(stream: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    out, table = stream(), Table("module", "error")
+    table.add_row(NOTE, NOTE)
+    console = Console(file=out)
+    console.print(table)
+    console.print(NOTE * 2)
+    whole = [line for line in out.getvalue().splitlines() if line.count(NOTE) == 2]
+    assert len(whole) == (2 if stream is io.StringIO else 0) and ("\x1b" in out.getvalue()) is (stream is Terminal)
 
 
 def test_a_file_gets_a_line_now_and_then_only(capsys: pytest.CaptureFixture[str]) -> None:

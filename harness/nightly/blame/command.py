@@ -55,9 +55,9 @@ def run(settings: BlameSettings) -> Verdict:
     Returns:
         REGRESSION where one commit was found, PASS where the bad one is as good here, else INCONCLUSIVE.
     """
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
 
-    report = blame(settings, SilentProgress() if settings.quiet else RichProgress())
+    report = blame(settings, progress_of(not settings.quiet))
     sys.stdout.write(to_json(report.to_dict()) if settings.as_json else report.to_text())
     return report.verdict
 

@@ -40,7 +40,7 @@ def run(settings: HazardSettings) -> Verdict:
         REGRESSION if one is red, else PASS.
     """
     from compressor.json_text import to_json
-    from compressor.progress import RichProgress
+    from compressor.progress import progress_of
     from harness.replay.hazards.registry import chosen_hazards, run_hazards
 
     chosen = chosen_hazards(settings.only)
@@ -48,7 +48,7 @@ def run(settings: HazardSettings) -> Verdict:
         rows = [{"theme": theme, **_known(hazard)} for theme, hazard in chosen.values()]
         print(to_json({"hazards": rows}) if settings.as_json else _listing(rows), end="")
         return Verdict.PASS
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), RichProgress().task("hazards", len(chosen)) as task:
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings(), progress_of(True).task("hazards", len(chosen)) as task:
         warnings.simplefilter("ignore")
         results = run_hazards(settings.only, lambda result: task.advance(note=f"{result.hazard.name}: {result.outcome.value}"))
     if settings.as_json:

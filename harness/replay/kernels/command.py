@@ -79,7 +79,7 @@ def _check_limits(settings: KernelSettings) -> None:
 def _reports(settings: KernelSettings) -> list[KernelReport]:
     import torch
 
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
     from compressor.training.engines.tape import Tape
     from harness.replay.equivalence.models import Size, steps_of
     from harness.replay.kernels.compare import compare_kernels
@@ -94,7 +94,7 @@ def _reports(settings: KernelSettings) -> list[KernelReport]:
     assert isinstance(tape, Tape)
     meant = [op.index for swap in swaps for op in find_ops(tape.ops, swap.match)]
     at_once = [swaps] if len(swaps) > 1 and len(set(meant)) == len(meant) else []
-    progress = RichProgress() if sys.stderr.isatty() else SilentProgress()
+    progress = progress_of(sys.stderr.isatty())
     return [
         compare_kernels(
             plan, subject.batch_at(0), chosen, steps=settings.steps, rounds=settings.rounds, batch_at=subject.batch_at, progress=progress

@@ -69,7 +69,7 @@ def run(settings: SabotageSettings) -> Verdict:
 def _trials(settings: SabotageSettings) -> list[Trial]:
     import torch
 
-    from compressor.progress import RichProgress, SilentProgress
+    from compressor.progress import progress_of
     from compressor.training.engines.tape import Tape
     from harness.replay.equivalence.models import Size, steps_of
     from harness.replay.kernels.exchange import find_ops
@@ -82,7 +82,7 @@ def _trials(settings: SabotageSettings) -> list[Trial]:
     tape = plan.captured
     assert isinstance(tape, Tape)
     chosen = find_ops(tape.ops, settings.op) if settings.op else tape.ops if settings.all else one_of_each(tape.ops)
-    progress = RichProgress() if sys.stderr.isatty() else SilentProgress()
+    progress = progress_of(sys.stderr.isatty())
     with progress.task("sabotage", len(chosen) * len(settings.ways)) as task:
         return sabotage(plan, subject.batch_at(0), chosen, settings.ways, each=lambda trial: task.advance(1, trial.place))
 

@@ -23,7 +23,9 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def test_formats_bytes_and_record_of_a_quantized_checkpoint(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_formats_bytes_and_record_of_a_quantized_checkpoint(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     groups = {
         "a": {"targets": ["re:.*self_attn"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}},
@@ -48,9 +50,10 @@ def test_formats_bytes_and_record_of_a_quantized_checkpoint(base: Path, tmp_path
     assert main(["inspect", str(out), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert len(data["quantized"]) == 7 and "tensors" not in data["record"] and data["architecture"] == "LlamaForCausalLM"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert main(["inspect", str(out)]) == 0
-    shown = capsys.readouterr().out.partition("recipe:")[0]
-    assert all(len(line) <= 80 for line in shown.splitlines()), shown
+    narrow = capsys.readouterr().out.partition("recipe:")[0]
+    assert all(len(line) <= 80 for line in narrow.splitlines()), narrow
 
 
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8", "FP8_BLOCK", "NVFP4A16"])
