@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogFormatterSciNotation, LogLocator, MaxNLocator, NullFormatter
 
 from harness.reporting.plots import ACCENT, GRID, INK, MUTED, inline_plot
 from harness.run_report.reading import MOVED, OUTLIER, ModuleRow, RunReport
@@ -68,6 +70,8 @@ def plot_layers(report: RunReport) -> str:
             axes.plot([place] * len(errors), errors, "o", color=ACCENT, alpha=0.55, markersize=5, markeredgewidth=0)
         axes.plot(range(len(layers)), [max(errors) for errors in layers], color=INK, linewidth=1.2)
         axes.set_yscale("log")
+        _label_log(axes.yaxis, [error for errors in layers for error in errors])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _dress(axes, "layer, in the order of the model; the line joins the largest errors", "y")
 
     worst = max(range(len(layers)), key=lambda place: max(layers[place]))
@@ -90,12 +94,14 @@ def plot_stages(report: RunReport) -> tuple[str, str]:
 
     def paint_time(axes: Axes) -> None:
         axes.bar(range(len(seconds)), seconds, color=ACCENT, width=0.8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _dress(axes, "stage, in the order of the run; seconds", "y")
 
     def paint_memory(axes: Axes) -> None:
         known = [np.nan if value is None else value / 1e9 for value in memory]
         axes.step(range(len(known)), known, color=ACCENT, linewidth=1.6, where="mid")
         axes.set_ylim(0, float(np.nanmax(known)) * 1.15)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _dress(axes, "stage, in the order of the run; GB of main memory at its end", "y")
 
     time = inline_plot("seconds", f"{len(seconds)} stages, {sum(seconds):.1f} s", (_WIDTH, 2.5), paint_time)
@@ -120,10 +126,19 @@ def _plot_kinds(name: str, rows: dict[str, list[float]], label: str, *, is_log: 
         axes.set_ylim(-0.6, len(rows) - 0.4)
         if is_log:
             axes.set_xscale("log")
+            _label_log(axes.xaxis, [value for values in rows.values() for value in values])
         _dress(axes, label, "x")
 
     largest = ", ".join(f"{kind} {max(values):.3g}" for kind, values in rows.items())
     return inline_plot(name, f"{label}. Largest by kind: {largest}", (_WIDTH, 1.1 + 0.32 * len(rows)), paint)
+
+
+def _label_log(axis: Axis, values: Sequence[float]) -> None:
+    """Label so many places of a logarithmic axis that their numbers stay apart: of few decades 1, 2 and 5, else powers of ten."""
+    is_short = max(values) < 200 * min(values)
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if is_short else (1.0,), numticks=8))
+    axis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(np.inf, np.inf)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _dress(axes: Axes, label: str, grid: str) -> None:
