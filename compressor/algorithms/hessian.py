@@ -36,6 +36,7 @@ class Hessian:
         """
         self.num_columns, self.num_tokens = num_columns, 0
         self.panels, self.shifts = PartSum(), PartSum()
+        self.peak = torch.zeros((), device=device)  # the largest absolute input
         self._device = device
 
     def add(self, x: Tensor, part: int = 0) -> None:
@@ -46,6 +47,9 @@ class Hessian:
             part: of the samples; parts come in their order.
         """
         x_NC = _factor(x)
+        if x_NC.numel():
+            least, most = x_NC.aminmax()
+            self.peak = torch.maximum(self.peak, torch.maximum(-least, most).float())
         panels = self.panels.of_part(
             part, lambda: [self._zeros(stop - start, self.num_columns - start) for start, stop in _spans(self.num_columns)]
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compressor.algorithms.costs import Cost, gptq_cost
 from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
+from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, Modifier, ModuleRecord, State
@@ -242,23 +243,22 @@ class GPTQModifier(SchemeModifier):
             shift_CC = None
         hessian_CC = hessian.matrix(names[0])
         return [
-            solved
-            for stack in _stacks(names, self._schemes)
-            for solved in self._solve_stack(state, stack, hessian_CC, hessian.num_tokens, shift_CC)
+            solved for stack in _stacks(names, self._schemes) for solved in self._solve_stack(state, stack, hessian, hessian_CC, shift_CC)
         ]
 
-    def _solve_stack(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> list[Solved]:
+    def _solve_stack(self, state: State, names: list[str], seen: Hessian, hessian_CC: Tensor, shift_CC: Tensor | None) -> list[Solved]:
         """Quantize weights that share input and format together."""
         args = self._schemes[names[0]].weights
         assert args is not None
         if not hessian_CC.diagonal().any():
             return [
-                self._round(name, "dead_input", f"its input was zero, or below 1e-22, on all {num_tokens} calibration tokens")
+                self._round(name, "dead_input", f"its input was zero, or below 1e-22, on all {seen.num_tokens} calibration tokens")
                 for name in names
             ]
         weights = [weight_of(self._pending[name]) for name in names]
-        squares_C = hessian_CC.diagonal()
-        loudest = float((squares_C.max() / squares_C.mean()).sqrt()) if bool(squares_C.any()) else 0.0
+        squares_C = hessian_CC.diagonal()  # twice the means
+        loudest = float((squares_C.max() / squares_C.mean()).sqrt())
+        peak = float(seen.peak / (squares_C.mean() / 2).sqrt())
         try:
             solved, num_dead = quantize_gptq(
                 weights,
@@ -290,8 +290,8 @@ class GPTQModifier(SchemeModifier):
                     type(self).__name__,
                     scheme_label(args),
                     own.relative_error,
-                    num_tokens,
-                    {"loss": own.loss, "loudest_input": loudest, **dead},
+                    seen.num_tokens,
+                    {"loss": own.loss, "loudest_input": loudest, "peak_input": peak, **dead},
                 ),
                 own.g_idx_C,
             )

@@ -66,14 +66,11 @@ def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
     if changed:
         worst = max(changed, key=lambda row: row.error or 0.0)
         tiles.append(("Largest error", f"{worst.error:.2e}", worst.name))
-    peaked = [row for row in changed if row.peak is not None]
-    if peaked:
-        farthest = max(peaked, key=lambda row: row.peak or 0.0)
-        tiles.append(("Farthest weight", f"{farthest.peak:.1f} rms", farthest.name))
-    heard = [row for row in changed if row.loudest_input is not None]
-    if heard:
-        loudest = max(heard, key=lambda row: row.loudest_input or 0.0)
-        tiles.append(("Loudest input channel", f"{loudest.loudest_input:.1f} rms", loudest.name))
+    for label, key in (("Farthest weight", "peak"), ("Farthest input", "peak_input"), ("Loudest input channel", "loudest_input")):
+        known = {row.name: getattr(row, key) for row in changed if getattr(row, key) is not None}
+        if known:
+            farthest = max(known, key=known.__getitem__)
+            tiles.append((label, f"{known[farthest]:.1f} rms", farthest))
     tiles.append(("Tensors on disk", f"{report.num_bytes / 1e6:,.1f} MB", f"{len(report.record.get('fallbacks', []))} fallbacks"))
     if report.phases:
         seconds = sum(lap["seconds"] for lap in report.phases)

@@ -42,6 +42,7 @@ class ModuleRow:
         outliers: share of the weights beyond OUTLIER times that root.
         zeros: share of the weights that are zero.
         input_peak: largest absolute input that its static scale covers; None where inputs have none.
+        peak_input: largest absolute input of the calibration data, over the rms of all; None where no run has measured it.
         loudest_input: rms of the input channel with the largest, over that of all channels; None where no run has measured it.
         details: what else the record says of it.
     """
@@ -57,6 +58,7 @@ class ModuleRow:
     outliers: float | None = None
     zeros: float | None = None
     input_peak: float | None = None
+    peak_input: float | None = None
     loudest_input: float | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -179,8 +181,9 @@ def _rows(folder: Path, modules: Mapping[str, Any], checkpoint: Checkpoint) -> I
             found = {**_spread(layer.dequantized_weight()), "input_peak": _input_peak(layer)}
         elif key in checkpoint.entries:
             found = _spread(checkpoint.tensor(key))
-        own = {key: said[key] for key in ("error", "num_tokens", "details")} | {"loudest_input": said["details"].get("loudest_input")}
-        yield ModuleRow(name, str(said["modifier"]), str(said["scheme"]), **own, **found)
+        own = {key: said[key] for key in ("error", "num_tokens", "details")}
+        inputs = {key: said["details"].get(key) for key in ("peak_input", "loudest_input")}
+        yield ModuleRow(name, str(said["modifier"]), str(said["scheme"]), **own, **inputs, **found)
 
 
 def _spread(weight: Tensor) -> dict[str, Any]:

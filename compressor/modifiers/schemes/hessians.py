@@ -186,19 +186,20 @@ class InputHessians:
         own = {id(self._of[name]): self._of[name] for name in names if name in self._of}
         taken = [self._forget(hessian) for hessian in own.values()]
         found: dict[str, SharedInput] = {}
-        for members, num_columns, num_tokens in (one for rank in ranks.gather(taken) for one in rank):
+        for members, num_columns, num_tokens, peak in (one for rank in ranks.gather(taken) for one in rank):
             shared = found.get(members[0]) or SharedInput(members, Hessian(num_columns, ranks.device))
             if shared.members != members or any(found.get(name, shared) is not shared for name in members):
                 raise CalibrationError(f"{members[0]}: its input is that of other modules in some batches only; set share_inputs: false")
             shared.hessian.num_tokens += num_tokens
+            shared.hessian.peak.clamp_(min=peak)
             found |= dict.fromkeys(members, shared)
-        for (members, _, _), hessian in zip(taken, own.values(), strict=True):
+        for (members, *_), hessian in zip(taken, own.values(), strict=True):
             found[members[0]].hessian.panels, found[members[0]].hessian.shifts = hessian.panels, hessian.shifts
         blind = {name: SharedInput([name], Hessian(0)) for name in names if name not in found or not found[name].hessian.num_tokens}
         return list({id(one): one for one in ((found | blind)[name] for name in names)}.values())
 
-    def _forget(self, hessian: Hessian) -> tuple[list[str], int, int]:
-        """Return the modules that share a Hessian, its columns and its tokens."""
+    def _forget(self, hessian: Hessian) -> tuple[list[str], int, int, float]:
+        """Return the modules that share a Hessian, its columns, its tokens and its largest input."""
         members = self._members.pop(id(hessian))
         calls = {member: self._calls.pop(member) for member in members}
         if len(set(calls.values())) > 1:
@@ -206,7 +207,7 @@ class InputHessians:
             raise CalibrationError(f"{members[0]}: {said}; set share_inputs: false")
         for member in members:
             del self._of[member]
-        return members, hessian.num_columns, hessian.num_tokens
+        return members, hessian.num_columns, hessian.num_tokens, float(hessian.peak)
 
     def _add(self, state: State, name: str, x: Tensor, known: Hessian | None, base: Tensor | None) -> None:
         hessian = known

@@ -100,14 +100,19 @@ def test_loud_input_channels_are_seen(tmp_path: Path) -> None:
     recipe = GPTQModifier(targets=["Linear"], scheme="W8A8", ignore=["lm_head"], dampening_frac=0.1)
     oneshot(model, recipe=recipe, dataset=list(tokens), output_dir=tmp_path / "made")
     assert main(["report", str(tmp_path / "made"), "--output-dir", str(tmp_path / "report"), "--quiet"]) == 0
-    data = {row["name"]: row["loudest_input"] for row in json.loads((tmp_path / "report/report.json").read_text())["modules"]}
-    squares = torch.cat(seen).flatten(0, -2).square().mean(0)
+    modules = json.loads((tmp_path / "report/report.json").read_text())["modules"]
+    data, peaks = ({row["name"]: row[key] for row in modules} for key in ("loudest_input", "peak_input"))
+    inputs = torch.cat(seen).flatten(0, -2)
+    squares = inputs.square().mean(0)
+    peak = float(inputs.abs().max() / squares.mean().sqrt())
+    assert peak > 10.0 and peaks["model.layers.0.self_attn.q_proj"] == pytest.approx(peak, rel=1e-3)
     expected = float((squares.max() / squares.mean()).sqrt())
     assert expected > 5.0 and data["model.layers.0.self_attn.q_proj"] == pytest.approx(expected, rel=1e-3)
     assert max(data, key=data.__getitem__).startswith("model.layers.0.self_attn.") and len(data) == 14
-    rows = {row[0]: row[-1] for row in _rows(tmp_path / "report", "modules")}
-    assert rows["model.layers.0.self_attn.q_proj"] == f"{expected:.1f}"
-    assert "Loudest input channel" in (tmp_path / "report/report.html").read_text(encoding="utf-8")
+    rows = {row[0]: row[-2:] for row in _rows(tmp_path / "report", "modules")}
+    assert list(rows["model.layers.0.self_attn.q_proj"]) == [f"{peak:.1f}", f"{expected:.1f}"]
+    page = (tmp_path / "report/report.html").read_text(encoding="utf-8")
+    assert "Loudest input channel" in page and "Farthest input" in page
 
 
 def test_layers_and_laps_add_up(ran: Run, page: Path) -> None:
