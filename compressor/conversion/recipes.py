@@ -30,6 +30,22 @@ def recipe_of(settings: ConvertSettings) -> tuple[Recipe, QuantizationModifier]:
     """
     source = settings.recipe if settings.recipe is not None else QuantizationModifier(**_arguments(settings))
     recipe = load_recipe(source, run_type="oneshot")
+    return recipe, convertible(recipe)
+
+
+def convertible(recipe: Recipe) -> QuantizationModifier:
+    """Check that a recipe can be carried out on weights by themselves.
+
+    Args:
+        recipe: any.
+
+    Returns:
+        Its one modifier.
+
+    Raises:
+        RecipeError: the recipe asks for something else than rounding.
+        SchemeError: a scheme needs calibration data.
+    """
     odd = next((one for one in recipe.modifiers if type(one) is not QuantizationModifier), None)
     if odd is not None:
         raise RecipeError(f"{odd.label}: it needs more than the weights by themselves; run the recipe by oneshot")
@@ -38,7 +54,7 @@ def recipe_of(settings: ConvertSettings) -> tuple[Recipe, QuantizationModifier]:
     (modifier,) = recipe.modifiers
     assert isinstance(modifier, QuantizationModifier)
     _check_needs_no_data(modifier)
-    return recipe, modifier
+    return modifier
 
 
 def _arguments(settings: ConvertSettings) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -113,15 +113,29 @@ def _range(unit: Unit, base: Files, made: Files, device: torch.device) -> Done:
 def _blocks(unit: Unit, base: Files) -> Iterator[Tensor]:
     """The weight in the dtype of the model, by rows."""
     (view,) = unit.views
-    num_rows, columns = view.shape
-    args = unit.scheme.weights if unit.scheme is not None else None
+    num_rows = view.shape[0]
+    rows = rows_at_once(view.shape, view.strides, unit.scheme.weights if unit.scheme is not None else None)
+    for first in range(0, num_rows, rows):
+        yield base.rows(view, first, min(first + rows, num_rows), DTYPES[unit.dtype])
+
+
+def rows_at_once(shape: Sequence[int], strides: Sequence[int], args: QuantizationArgs | None) -> int:
+    """Say in which blocks a weight is taken.
+
+    Args:
+        shape: rows and columns.
+        strides: in values.
+        args: format of the weight; None where it is only looked at.
+
+    Returns:
+        Rows of a block, which may be more than there are.
+    """
+    num_rows, columns = shape
     step = 1 if args is None or args.symmetric else WORD_BITS  # zero points of rows share words
     step = math.lcm(step, args.block_structure[0]) if args is not None and args.block_structure is not None else step
     searches = args is not None and args.observer_kind != "minmax"
     # A weight that lies as [in, out] has its rows all over the file.
-    rows = num_rows if searches or view.strides[1] != 1 else max(1, BLOCK_VALUES // columns // step) * step
-    for first in range(0, num_rows, rows):
-        yield base.rows(view, first, min(first + rows, num_rows), DTYPES[unit.dtype])
+    return num_rows if searches or strides[1] != 1 else max(1, BLOCK_VALUES // columns // step) * step
 
 
 def _round(unit: Unit, base: Files, made: Files, device: torch.device) -> Done:

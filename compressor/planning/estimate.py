@@ -195,8 +195,8 @@ def measure_speed(device: torch.device, dtype: torch.dtype) -> Speed:
     Returns:
         The speeds.
     """
-    flops = {kind: 2.0 * _PRODUCT_SIZE**3 / _best_seconds(_product(device, kind)) for kind in dict.fromkeys((torch.float32, dtype))}
-    few, many = (_best_seconds(_solve(device, rows)) for rows in (_FEW_ROWS, _MANY_ROWS))
+    flops = {kind: 2.0 * _PRODUCT_SIZE**3 / best_seconds(_product(device, kind)) for kind in dict.fromkeys((torch.float32, dtype))}
+    few, many = (best_seconds(_solve(device, rows)) for rows in (_FEW_ROWS, _MANY_ROWS))
     rounding = max(0.0, many - few) / ((_MANY_ROWS - _FEW_ROWS) * _COLUMNS)
     return Speed(flops[torch.float32], flops[dtype], few / _COLUMNS, rounding)
 
@@ -214,7 +214,15 @@ def _product(device: torch.device, dtype: torch.dtype) -> Callable[[], float]:
     return lambda: float((matrix @ matrix)[0, 0])  # reading one value waits for the device
 
 
-def _best_seconds(work: Callable[[], float]) -> float:
+def best_seconds(work: Callable[[], object]) -> float:
+    """Time a small piece of work.
+
+    Args:
+        work: ends when it is done, on whatever device.
+
+    Returns:
+        Wall time of the best of two to five.
+    """
     taken: list[float] = []
     while len(taken) < 2 or (len(taken) < 5 and sum(taken) < _TIMING_SECONDS):
         start = time.perf_counter()

@@ -39,6 +39,7 @@ from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
 from compressor.pipelines.stage_targets import cut_at_inputs, expert_targets
+from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Beside, Setting, lay_out
@@ -126,6 +127,7 @@ class Plan:
         fit: what of it fits into the memory of the GPU that was named.
         attention: what of attention would be quantized; None where nothing would.
         unwritable: why a run that is to write a checkpoint would be refused; None where it would not.
+        conversion: what `convert` would take, with as many workers as ranks; None where the recipe or the model in memory needs a run.
     """
 
     modules: list[PlannedModule]
@@ -142,6 +144,7 @@ class Plan:
     fit: Fit | None = None
     attention: str | None = None
     unwritable: str | None = None
+    conversion: Conversion | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -164,6 +167,7 @@ class Plan:
             "fit": None if self.fit is None else self.fit.to_dict(),
             "attention": self.attention,
             "unwritable": self.unwritable,
+            "conversion": None if self.conversion is None else self.conversion.to_dict(),
         }
 
 
@@ -224,10 +228,16 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
                     mode: _made(skeleton, other, chosen, settings, setting, follow).estimate
                     for mode, other in _other_modes(parsed, settings).items()
                 }
+                conversion = None
+                if not isinstance(model, nn.Module):
+                    changed = list(_targets(skeleton, parsed.modifiers)[0].values())
+                    written = made.estimate.checkpoint_bytes
+                    conversion = estimate_conversion(skeleton, parsed, changed, written, settings.ranks, run_device)
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    return replace(made, modes=modes, ranks=settings.ranks, alone_seconds=alone, fit=fit, attention=attention, unwritable=unwritable)
+    made = replace(made, modes=modes, ranks=settings.ranks, alone_seconds=alone, fit=fit)
+    return replace(made, attention=attention, unwritable=unwritable, conversion=conversion)
 
 
 def _attention(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compressor.lifecycle import PlannedModule
+from compressor.planning.conversion import Conversion
 from compressor.planning.estimate import Estimate, Fit
 from compressor.planning.planner import Plan
 
@@ -131,6 +132,8 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
         lines.append(("rotations in every forward of the result (estimate)", beside))
     if plan.fit is not None:
         lines.append((f"on a GPU of {_mb(plan.fit.device_bytes)} (estimate)", _fit_in_words(plan.fit)))
+    if plan.conversion is not None:
+        lines.append(("by compressor convert, without a forward (estimate)", _conversion_in_words(plan.conversion)))
     return [*lines, ("time (estimate)", f"{_time(cost.seconds)}, at {speed}"), ("memory of forwards", cost.basis), *modes]
 
 
@@ -156,6 +159,13 @@ def _fit_in_words(fit: Fit) -> str:
     largest = max(parts, key=parts.__getitem__)
     most = f"{_mb(parts[largest])} are {largest.removesuffix('_bytes')}"
     return f"{_HOLDS[fit.holds]}: {at} needs {_mb(fit.needed_bytes)}, of which {most}; {_REMEDIES[largest]}"
+
+
+def _conversion_in_words(one: Conversion) -> str:
+    processes = f"in each of {one.workers} processes (--workers {one.workers})" if one.workers > 1 else "in one process"
+    bound = "the disk" if one.disk_seconds >= one.seconds else "rounding"
+    parts = f"the disk takes {_time(one.disk_seconds)} as fast as the temporary folder, rounding and hashing {_time(one.work_seconds)}"
+    return f"{_time(one.seconds)}, bound by {bound}: {parts} of a processor; {_mb(one.block_bytes)} of tensors {processes}"
 
 
 def _time(seconds: float) -> str:

@@ -136,7 +136,7 @@ class PlanSettings(CostSettings):
     """The choices of a run that is planned, and on how many processes."""
 
     ranks: Annotated[Ranks, Option(choices=RANKS, read=int)] = 1
-    """Processes that torchrun would start; all numbers are then those of one of them."""
+    """Processes that torchrun would start, or workers of `convert`; all numbers are then those of one of them."""
     device_memory: Annotated[Memory | None, Option(metavar="SIZE")] = None
     """Memory of the GPU that the run would have, such as `80GB`: say what of the run fits into it, and where it breaks."""
 
