@@ -357,13 +357,15 @@ def _as_loaded(state: State) -> str:
 
 
 def _check_called_late(session: Session, plan: Plan, propagate_error: bool) -> None:
-    """Refuse layers that are called again after others have run, and are compressed by then, where they should be what they were."""
+    """Refuse layers that are used again after others have run, and are compressed by then, where they should be what they were."""
+    if propagate_error:
+        return
     state, watched = session.state, watched_modules(session)
     late = dict.fromkeys(name for variant in plan.variants for name in variant.program.called_late(watched))
     wrong = [name for name in late if _changed_by_modifiers(state, module_names(state.model, name))]
-    if wrong and not propagate_error:
+    if wrong:
         raise TracingError(
-            f"{some(wrong)}: the forward calls it again after later layers, and what learns behind that would learn from it compressed; "
+            f"{some(wrong)}: the forward uses it again after later layers, and what learns behind that would learn from it compressed; "
             'use propagate_error=True, pipeline="basic" or other sequential targets'
         )
 

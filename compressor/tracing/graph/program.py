@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import linecache
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import fx, nn
 
 from compressor.data.layouts import has_memory
 from compressor.errors import CalibrationError
+from compressor.model.targets import outward
 from compressor.tracing.graph.nodes import ROOT, Constant, Refusal, Unrepeatable
 from compressor.tracing.graph.recorder import Recorder
 
@@ -134,7 +135,7 @@ class Program:
         return tuple(name for segment in self.segments for name in segment.targets)
 
     def called_late(self, watched: Collection[str]) -> tuple[str, ...]:
-        """Find targets that are called again when a later stage has begun, on the way to a call from which such a stage learns.
+        """Find targets that are called, or read, again when a later stage has begun, on the way to a call from which such a stage learns.
 
         Args:
             watched: modules that learn from calls; of those outside of targets the last call counts.
@@ -144,14 +145,25 @@ class Program:
         """
         stage_of = {name: index for index, segment in enumerate(self.segments) for name in segment.targets}
         calls = [node for node in self.flat.nodes if node.op == "call_module" and target_of(node) in stage_of]
-        stages = [stage_of[target_of(node)] for node in calls]
         learned = max((number for name, target, number in self.calls_seen if target is None and name in watched), default=0)
-        late = [
-            target_of(node)
-            for place, (node, own) in enumerate(zip(calls, stages, strict=True))
-            if max(stages[:place], default=0) > own and (max(stages[place + 1 :], default=0) > own or self.order[node] < learned)
-        ]
-        return tuple(dict.fromkeys(late))
+        late: dict[str, None] = {}
+        for name, node in self._uses(stage_of):
+            own, place = stage_of[name], self.order.get(node, len(self.order))
+            before = max((stage_of[target_of(call)] for call in calls if self.order[call] < place), default=0)
+            behind = max((stage_of[target_of(call)] for call in calls if self.order[call] > place), default=0)
+            if before > own and (behind > own or place < learned):
+                late[name] = None
+        return tuple(late)
+
+    def _uses(self, targets: Collection[str]) -> Iterator[tuple[str, fx.Node]]:
+        """Calls of targets, and nodes outside of them that are handed one of their tensors."""
+        for node in self.flat.nodes:
+            if node.op == "call_module" and target_of(node) in targets:
+                yield target_of(node), node
+            for read in node.all_input_nodes:
+                owner = next((name for name in outward(str(read.target)) if name in targets), None) if read.op == "get_attr" else None
+                if owner is not None:
+                    yield owner, node
 
     @property
     def by_input(self) -> list[list[str]]:

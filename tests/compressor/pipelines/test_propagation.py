@@ -139,10 +139,10 @@ def test_a_layer_before_the_targets_that_is_compressed_last_is_named(named: bool
 class _Ordered(nn.Module):
     """Calls its layers in an order of one's own."""
 
-    def __init__(self, order: tuple[int, ...], has_head: bool = False) -> None:
+    def __init__(self, order: tuple[int, ...], has_head: bool = False, reads: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.order = order
+        self.order, self.reads = order, reads
         self.head = nn.Linear(16, 16) if has_head else nn.Identity()
         self.embed = nn.Embedding(64, 16)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
@@ -151,13 +151,15 @@ class _Ordered(nn.Module):
         hidden: Tensor = self.embed(input_ids)
         for index in self.order:
             hidden = hidden + self.layers[index](hidden)
+        if self.reads is not None:
+            hidden = nn.functional.linear(hidden, self.layers[self.reads][0].weight)
         return self.head(hidden)
 
 
-def _hessians(order: tuple[int, ...], pipeline: str, has_head: bool = False) -> dict[str, Tensor]:
+def _hessians(order: tuple[int, ...], pipeline: str, has_head: bool = False, reads: int | None = None) -> dict[str, Tensor]:
     groups: Any = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
     modifier = Noting(config_groups=groups)
-    with Session(State(_Ordered(order, has_head)), [modifier]) as session:
+    with Session(State(_Ordered(order, has_head, reads)), [modifier]) as session:
         session.initialize()
         settings = SequentialSettings(propagate_error=False, engine="graph") if pipeline == "sequential" else None
         run_pipeline(pipeline, session, tokens(), progress=SilentProgress(), settings=settings)
@@ -176,5 +178,13 @@ def test_a_layer_that_is_called_again_is_what_it_was(order: tuple[int, ...], has
 @pytest.mark.parametrize(("order", "has_head"), [((0, 1, 0, 2, 1), False), ((0, 1, 2, 0, 1), False), ((0, 1, 2, 0), True)], ids=str)
 def test_a_layer_that_others_would_learn_from_when_it_is_compressed_is_refused(order: tuple[int, ...], has_head: bool) -> None:
     """Before the first stage; a head is no target, and learns behind the last one."""
-    with pytest.raises(TracingError, match=r"layers\.0: the forward calls it again after later layers"):
+    with pytest.raises(TracingError, match=r"layers\.0: the forward uses it again after later layers"):
         _hessians(order, "sequential", has_head)
+
+
+def test_a_weight_that_is_read_again_is_what_it_was_or_refused() -> None:
+    """That of the last layer is still what it was when the head learns."""
+    found, wanted = (_hessians((0, 1, 2), pipeline, True, 2) for pipeline in ("sequential", "basic"))
+    assert all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in wanted.items())
+    with pytest.raises(TracingError, match=r"layers\.1: the forward uses it again after later layers"):
+        _hessians((0, 1, 2), "sequential", True, 1)
