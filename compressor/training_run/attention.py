@@ -24,6 +24,9 @@ from compressor.tracing.targets.out_of_memory import is_out_of_memory
 # Of the largest logit: kernels may sum in another order; a wrong mask moves the logits of a trained model by tenths.
 _TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-8}
 _TOLERANCE_OF_HALVES = 3e-2
+# How far, relative to the logits, later tokens may move a prediction: experts' kernels round by number of tokens.
+_SEEN_AHEAD = {torch.float32: 1e-4, torch.float64: 1e-4}
+_SEEN_AHEAD_OF_HALVES = 2e-2
 _CAUSAL_KERNEL = "sdpa_without_mask"
 
 
@@ -70,19 +73,20 @@ def causal_attention(model: nn.Module, input_ids: Tensor) -> Attention:
 
     Args:
         model: a causal language model of transformers; its training flags and config are as before afterwards.
-        input_ids: one block, [1, T], on the device of the model.
+        input_ids: as many blocks as a step takes, at least two of them where it takes several, [B, T], on the device of the model.
 
     Returns:
         The way; `OWN` where no other gives the model's own logits.
 
     Raises:
-        ModelError: the model takes no token ids, or gives no logits.
+        ModelError: the model takes no token ids, gives no logits, or reads the tokens that it would have to predict.
     """
     flags = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with torch.no_grad():
             own = _own_logits(model, input_ids)
+            _check_causal(model, input_ids, own)
             tried = [(_distance(model, input_ids, way, own), way) for way in _ways(model, input_ids)]
     finally:
         for module, training in flags:
@@ -95,13 +99,26 @@ def _own_logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     where = type(model).__name__
     try:
         logits = model(input_ids=input_ids, use_cache=False).logits
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ValueError) as error:  # an encoder with a decoder asks for more in its own way
         raise ModelError(f"{where}: it is no causal language model of transformers ({error}); train one that takes input_ids") from error
     if logits.dim() != 3 or logits.shape[:2] != input_ids.shape:
         raise ModelError(
             f"{where}: it gives {list(logits.shape)} for tokens {list(input_ids.shape)}; train a model that predicts each token"
         )
     return logits
+
+
+def _check_causal(model: nn.Module, input_ids: Tensor, own: Tensor) -> None:
+    """Refuse a model whose first predictions follow later tokens: an encoder, which would learn to copy."""
+    half, other = input_ids.shape[1] // 2, input_ids.clone()
+    other[:, half:] = (input_ids[:, half:] + 1) % (input_ids.max() + 1)
+    first, second = own[:, :half].float(), model(input_ids=other, use_cache=False).logits[:, :half].float()
+    scale = (first - first.mean(-1, keepdim=True)).norm()
+    if bool((first - second).norm() > _SEEN_AHEAD.get(own.dtype, _SEEN_AHEAD_OF_HALVES) * scale):
+        raise ModelError(
+            f"{type(model).__name__}: what it predicts depends on later tokens, so it would learn to copy; only causal language models "
+            "are trained, on the next token"
+        )
 
 
 def _distance(model: nn.Module, input_ids: Tensor, way: Attention, own: Tensor) -> float:

@@ -166,9 +166,10 @@ class TrainingRun:
         self.data = blocks(dataset, "dataset", max_seq_length)
         length = self.data.input_ids.shape[1]
         self.eval_data = None if eval_dataset is None else blocks(eval_dataset, "eval_dataset", length)
-        self.attention = causal_attention(model, self.data.input_ids[:1].to(self.device))
-        extra = self.attention.arguments
         settings = self.settings
+        several = self.data.input_ids[:1].to(self.device).expand(min(settings.batch_size, 2), -1)
+        self.attention = causal_attention(model, several)
+        extra = self.attention.arguments
         self.order = BlockOrder(
             self.data,
             batch_size=settings.batch_size,

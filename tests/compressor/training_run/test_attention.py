@@ -109,7 +109,37 @@ def test_memory_that_runs_out_is_not_taken_for_an_unknown_mask(monkeypatch: pyte
         causal_attention(model, ids(9, rows=1))
 
 
+_BERT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+_BART = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("BertForMaskedLM", _BERT), ("BertLMHeadModel", _BERT), ("BartForConditionalGeneration", {"vocab_size": 64, **_BART})],
+)
+def test_models_that_read_what_they_would_predict_are_refused(name: str, sizes: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    with pytest.raises(ModelError, match=f"{name}: what it predicts depends on later tokens"):
+        causal_attention(kind(kind.config_class(**sizes)), ids(1))
+    if name == "BertLMHeadModel":
+        causal_attention(kind(kind.config_class(**sizes, is_decoder=True)), ids(1))
+
+
+def test_a_mask_is_tried_on_as_many_blocks_as_a_step_takes() -> None:
+    """XGLM wants a mask for each block."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "ffn_dim": 64, "num_layers": 1, "attention_heads": 2}
+    model = transformers.XGLMForCausalLM(transformers.XGLMConfig(**sizes))
+    assert causal_attention(model, ids(1)) is OWN
+
+
 def test_models_that_do_not_predict_every_token_are_refused() -> None:
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=64, d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16)
+    )
+    with pytest.raises(ModelError, match="no causal language model"):
+        causal_attention(t5, ids(1))
     encoder = transformers.LlamaModel(transformers.LlamaConfig(**SIZES, **HEADS))
     with pytest.raises(ModelError, match="no causal language model"):
         causal_attention(encoder, ids(1))
