@@ -243,10 +243,10 @@ class GPTQModifier(SchemeModifier):
             shift_CC = None
         hessian_CC = hessian.matrix(names[0])
         return [
-            solved for stack in _stacks(names, self._schemes) for solved in self._solve_stack(state, stack, hessian, hessian_CC, shift_CC)
+            solved for stack in _stacks(names, self._schemes) for solved in self._solve_stack(state, stack, hessian_CC, hessian, shift_CC)
         ]
 
-    def _solve_stack(self, state: State, names: list[str], seen: Hessian, hessian_CC: Tensor, shift_CC: Tensor | None) -> list[Solved]:
+    def _solve_stack(self, state: State, names: list[str], hessian_CC: Tensor, seen: Hessian, shift_CC: Tensor | None) -> list[Solved]:
         """Quantize weights that share input and format together."""
         args = self._schemes[names[0]].weights
         assert args is not None

@@ -57,12 +57,10 @@ def hessians(data: CalibrationData, pipeline: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
 
     class Noting(GPTQModifier):
-        def _solve_stack(
-            self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None
-        ) -> list[Solved]:
+        def _solve_stack(self, state: State, names: list[str], hessian_CC: Tensor, seen: Hessian, shift_CC: Tensor | None) -> list[Solved]:
             found["+".join(names)] = hessian_CC.double().clone()
             if pipeline == "basic":  # what is learned from the float flow depends on nothing that was compressed
-                return super()._solve_stack(state, names, hessian_CC, num_tokens, shift_CC)
+                return super()._solve_stack(state, names, hessian_CC, seen, shift_CC)
             return [self._round(name, "noted", "not solved") for name in names]
 
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}

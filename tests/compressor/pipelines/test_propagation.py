@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compressor.algorithms.hessian import Hessian
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import TracingError
 from compressor.lifecycle import Session, State
@@ -30,10 +31,10 @@ BOUND, APART = 1e-6, 1e-3
 class Noting(GPTQModifier):
     """Remembers every Hessian that it solves with."""
 
-    def _solve_stack(self, state: State, names: list[str], hessian_CC: Tensor, num_tokens: int, shift_CC: Tensor | None) -> list[Solved]:
+    def _solve_stack(self, state: State, names: list[str], hessian_CC: Tensor, seen: Hessian, shift_CC: Tensor | None) -> list[Solved]:
         found: dict[str, Tensor] = self.__dict__.setdefault("found", {})
         found.update(dict.fromkeys(names, hessian_CC.double().clone()))
-        return super()._solve_stack(state, names, hessian_CC, num_tokens, shift_CC)
+        return super()._solve_stack(state, names, hessian_CC, seen, shift_CC)
 
 
 def llama() -> Any:
