@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,8 +52,16 @@ def test_one_process_is_a_rank_that_has_all(monkeypatch: pytest.MonkeyPatch) -> 
         assert not torch.distributed.is_initialized()
 
 
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
 @pytest.mark.nightly
-def test_torchrun_writes_what_one_process_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_torchrun_writes_what_one_process_writes(nodes: int, tmp_path: Path) -> None:
+    """Two nodes are two agents, which meet on the loopback address."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -63,11 +74,15 @@ def test_torchrun_writes_what_one_process_writes(tmp_path: Path) -> None:
         oneshot(str(tmp_path / "model"), recipe=RECIPE, dataset=data, output_dir=str(tmp_path / "alone"), progress=False)
     finally:
         torch.set_num_threads(threads)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "compressor", "oneshot"]
+    meeting = ["--nnodes", str(nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{_free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(2 // nodes), *meeting, "-m", "compressor", "oneshot"]
     command += [str(tmp_path / "model"), "--recipe", RECIPE, "--dataset", data, "--output-dir", str(tmp_path / "shared")]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("checkpoint: ") == 1  # one rank speaks
+    with ExitStack() as stack:
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        agents = [stack.enter_context(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)) for _ in range(nodes)]
+        said = [agent.communicate() for agent in agents]
+    assert all(agent.returncode == 0 for agent in agents), said
+    assert "".join(output for output, _ in said).count("checkpoint: ") == 1  # one rank speaks
     assert {one.name: one.read_bytes() for one in (tmp_path / "shared").iterdir()} == {
         one.name: one.read_bytes() for one in (tmp_path / "alone").iterdir()
     }
