@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from compressor.errors import UserInputError
 from harness import cli
@@ -60,6 +62,23 @@ def test_a_matrix_compresses_validates_and_times_and_goes_on_where_it_ended(proj
     again = run(project, **settings)
     assert (again.resumed, again.rows) == (4, found.rows)
     assert found.verdict is again.verdict
+
+
+@pytest.mark.nightly
+def test_replay_and_the_catalogue_are_cells_of_our_own_night(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    ours = yaml.safe_load((Path(__file__).parents[3] / ".ci" / "nightly.yaml").read_text())["commands"]
+    found = run(tmp_path, commands={name: ours[name] for name in ("replay", "catalogue")})
+    assert [(row.cell, row.outcome) for row in found.rows] == [("replay", "pass"), ("catalogue", "pass")], found.rows
+    assert History(tmp_path / "nightly.sqlite").metrics() == ["catalogue/seconds", "replay/seconds"]
+
+
+def test_a_run_says_how_far_it_is_and_what_became_of_a_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write(tmp_path, commands={"first": python("pass"), "second": python("raise SystemExit(1)")})
+    assert cli.main(["nightly", "run", str(config), "--night", "1"]) == 1
+    assert re.fullmatch(r"cells .* 2/2 .*\n +second: regression\n", capsys.readouterr().err)
+    assert cli.main(["nightly", "run", str(config), "--night", "2", "--quiet"]) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_a_run_that_is_killed_goes_on_at_the_cell_that_it_was_in(tmp_path: Path) -> None:
