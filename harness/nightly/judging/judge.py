@@ -115,7 +115,8 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
         summary = f"{told}: too few to tell noise from change; {missing} more in this environment are needed"
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
     noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER)
-    summary = f"no change in {told}; noise {noise:.2%} a night; ten more would show a step of {seen:.1%}"
+    further = "further " if standing.since else ""
+    summary = f"no {further}change in {told}; noise {noise:.2%} a night; ten more would show a step of {seen:.1%}"
     return Judgement(metric, Verdict.PASS, summary, count, tuple(standing.settled), noise, seen)
 
 

@@ -169,7 +169,7 @@ def test_what_is_accepted_is_settled_until_it_expires_and_what_follows_is_judged
     word = Acceptance("m", night_label(41), "", "a slower, better kernel")
     found = judge(series(nights), [word])
     assert found.verdict is Verdict.PASS and found.changes[0].acceptance == word
-    assert f"80 nights, 40 of them since {night_label(40)}, which was accepted" in found.summary
+    assert f"no further change in 80 nights, 40 of them since {night_label(40)}, which was accepted" in found.summary
     again = judge(series([*nights, 110.0, 110.0, 110.0]), [word])
     assert again.verdict is Verdict.REGRESSION and again.changes[-1].night == night_label(80)
     last_day = night_label(len(nights) + 5)
