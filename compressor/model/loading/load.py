@@ -374,7 +374,7 @@ def check_class(folder: Path, model: nn.Module, config: Mapping[str, Any]) -> No
     if isinstance(wanted, type) and not isinstance(model, wanted) and type(model).__name__ != named:
         raise ModelError(
             f"{folder}: config.json says that this is a {named}, and {_DEFAULT_CLASS} makes a {type(model).__name__} of it; name the class "
-            f"to load (model_class={named!r})"
+            f"to load, model_class={named!r} or, if it is meant, {_DEFAULT_CLASS!r}"
         )
 
 

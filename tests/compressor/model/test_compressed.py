@@ -531,7 +531,8 @@ def test_a_base_of_another_class_is_answered_with_that_class(load, tmp_path):
     BertForMaskedLM(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"a BertForMaskedLM, and AutoModelForCausalLM makes a BertLMHeadModel .*model_class='BertForM"):
         load(tmp_path)
-    load(tmp_path, model_class="BertForMaskedLM")
+    for name in ("BertForMaskedLM", "AutoModelForCausalLM"):
+        load(tmp_path, model_class=name)
 
 
 _SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
