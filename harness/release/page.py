@@ -12,7 +12,7 @@ from compressor.json_text import to_json
 from harness.release.report import ReleaseReport
 from harness.release.statement import statement_of
 from harness.reporting.junit import to_junit
-from harness.reporting.pages import render, write_texts
+from harness.reporting.pages import by_family, render, write_texts
 from harness.reporting.record import MAX_SHOWN_FINDINGS
 from harness.reporting.verdict import Outcome, Verdict
 
@@ -36,7 +36,9 @@ _FAMILIES = {
     "device": "Devices",
     "reload": "Saved and loaded again",
     "environment": "Other versions",
+    "served": "In the server",
     "command": "Commands of the policy",
+    "tasks": "Tasks",
 }
 
 
@@ -64,7 +66,7 @@ def render_page(report: ReleaseReport) -> str:
         "not_run": not_run,
         "tiles": _tiles(report.provenance),
         "gates": [(one.name, one.limit, _power(one.evidence["power"])) for one in report.records if "power" in one.evidence],
-        "families": [(title, [one for one in report.records if one.family == family]) for family, title in _FAMILIES.items()],
+        "families": by_family(report.records, _FAMILIES),
         "max_findings": MAX_SHOWN_FINDINGS,
         "facts": {
             "data": f"{report.provenance['data']['source']}, {report.provenance['data']['num_tokens']:,} tokens",

@@ -43,6 +43,22 @@ def write_texts(target: Path, texts: Mapping[str, str]) -> None:
             (folder / name).write_text(text, encoding="utf-8")
 
 
+def by_family(records: Sequence[CheckRecord], titles: Mapping[str, str]) -> list[tuple[str, list[CheckRecord]]]:
+    """Group records for a page that leaves none out.
+
+    Args:
+        records: all of them.
+        titles: of families, in the order of the page; a family without one follows under its own name.
+
+    Returns:
+        A title and its records, in their order, for each family that has any.
+    """
+    groups: dict[str, list[CheckRecord]] = {family: [] for family in titles}
+    for record in records:
+        groups.setdefault(record.family, []).append(record)
+    return [(titles.get(family, family), members) for family, members in groups.items() if members]
+
+
 def record_html(record: CheckRecord) -> str:
     """Return one record as it stands on a page."""
     return str(_parts().record(record, MAX_SHOWN_FINDINGS))

@@ -11,7 +11,7 @@ from typing import Any
 from compressor.atomic import check_output_dir
 from compressor.json_text import to_json
 from harness.reporting.junit import to_junit
-from harness.reporting.pages import render, write_texts
+from harness.reporting.pages import by_family, render, write_texts
 from harness.reporting.record import MAX_SHOWN_FINDINGS
 from harness.reporting.verdict import Outcome, Verdict
 from harness.validation.behaviour.metrics import perplexity, shown
@@ -59,7 +59,7 @@ def render_page(report: ValidationReport) -> str:
         "not_passed": [record for record in report.records if record.outcome in (Outcome.FAIL, Outcome.INCONCLUSIVE)],
         "tiles": _tiles(report),
         "figures": [figure for figure in _figures(report) if figure[-1]],
-        "families": [(title, [one for one in report.records if one.family == family]) for family, title in _FAMILIES.items()],
+        "families": by_family(report.records, _FAMILIES),
         "max_findings": MAX_SHOWN_FINDINGS,
         "facts": {
             "base": provenance["base"]["path"],
