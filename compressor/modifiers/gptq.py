@@ -139,15 +139,16 @@ class GPTQModifier(SchemeModifier):
             if "actorder" in self.model_fields_set:
                 raise SchemeError(f"actorder: {order!r} was given beside actorder={weights.actorder!r} in a group; leave one of them out")
             order = weights.actorder
-        # Only grouped formats can carry the order in the file; elsewhere it changes how codes are found, not what they mean.
-        if weights.strategy == "group":
-            return scheme if order is None else scheme.model_copy(update={"weights": weights.model_copy(update={"actorder": order})})
-        if order == "group":
+        if order == "group" and (weights.strategy, scheme.compression_format) != ("group", "pack-quantized"):
             raise SchemeError(
-                f"actorder='group' forms groups of columns, and the weights of {scheme.targets} have none (strategy={weights.strategy!r}); "
-                "use actorder='static'"
+                "actorder='group' stores the group of each column, for which there is room beside integers in groups alone "
+                f"(pack-quantized); those of {scheme.targets} are {scheme.compression_format} with strategy={weights.strategy!r}; use "
+                "actorder='static'"
             )
-        return scheme
+        # Only grouped formats can carry the order in the file; elsewhere it changes how codes are found, not what they mean.
+        if weights.strategy != "group" or order is None:
+            return scheme
+        return scheme.model_copy(update={"weights": weights.model_copy(update={"actorder": order})})
 
     def _order(self, args: QuantizationArgs) -> ActOrder | None:
         """The order of columns for a weight; that of its group in the recipe comes first."""

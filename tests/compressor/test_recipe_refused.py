@@ -141,3 +141,10 @@ def test_the_order_of_a_group_is_that_of_the_modifier_unless_it_says_so() -> Non
     assert order(weights={"actorder": "weight"}) == "static"
     assert order(actorder="group") == "group"
     assert order(actorder=None) is None
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8", "FP8_BLOCK", "NVFP4A16", "MXFP4A16", "W4A8"])
+def test_an_order_that_the_file_has_no_room_for_is_refused_when_the_recipe_is_read(scheme: str) -> None:
+    data = {"s_stage": {"s_modifiers": {"GPTQModifier": {"scheme": scheme, "targets": ["Linear"], "actorder": "group"}}}}
+    with pytest.raises(RecipeError, match=r"beside integers in groups alone .pack-quantized.*; use actorder='static'$"):
+        load_recipe(data)
