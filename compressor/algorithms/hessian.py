@@ -36,7 +36,7 @@ class Hessian:
         """
         self.num_columns, self.num_tokens = num_columns, 0
         self.panels, self.shifts = PartSum(), PartSum()
-        self.peak = torch.zeros((), device=device)  # the largest absolute input
+        self.peak = torch.zeros((), dtype=torch.float32, device=device)  # the largest absolute input
         self._device = device
 
     def add(self, x: Tensor, part: int = 0) -> None:
