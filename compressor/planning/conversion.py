@@ -141,7 +141,7 @@ def _rounding(weight: torch.Tensor, scheme: QuantizationScheme, device: torch.de
     with torch.device("meta"):
         linear = nn.Linear(columns, rows, bias=False, dtype=weight.dtype)
     tensors = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in empty_layer(linear, scheme).specs().items()}
-    return sum(_timed(kinds, torch.randn(rows, columns).to(weight.dtype), tensors, scheme, device))
+    return sum(_timed(kinds, torch.randn(rows, columns, dtype=torch.float32).to(weight.dtype), tensors, scheme, device))
 
 
 @cache
