@@ -31,7 +31,7 @@ FOREIGN_FOLDERS = re.compile(r"\bshared" + r"/(design|lab|hooks)\b")
 PACKAGES = ("compressor", "harness")
 MAX_MODULES = 12
 # What all rooms use has no room of its own: it would share nothing else.
-MORE_MODULES = {"compressor": 14, "harness/release": 14}
+MORE_MODULES = {"compressor": 14}
 NEEDS = {
     "compressor.algorithms.rounding_triton": "triton",
     "harness.release.outside.with_vllm": "vllm",
