@@ -32,7 +32,7 @@ from compressor.data import (
     open_source,
 )
 from compressor.distributed.ranks import Ranks, joined
-from compressor.errors import DatasetError, ModelError, RecipeError
+from compressor.errors import DatasetError, ModelError, RecipeError, UserInputError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoints.audit import check_values
@@ -41,7 +41,7 @@ from compressor.model.class_readers import buffer_notes, check_readable, module_
 from compressor.model.disk_room import check_room
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
-from compressor.model.folder import resolve_folder
+from compressor.model.folder import resolve_folder, weight_files
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, untie
 from compressor.model.loading.words import find_processor, find_tokenizer, is_tokenizer, origin_of, resolve_processor, resolve_tokenizer
 from compressor.model.saving import attach_save, save_compressed
@@ -51,6 +51,7 @@ from compressor.nn import QuantizedLayer
 from compressor.numerics.half_products import widened_products
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, SharedJournal, base_hashes, check_places, model_identity, run_fingerprint, run_record
+from compressor.pipelines.journal.fingerprint import Fingerprint, changes
 from compressor.pipelines.offload.onload import needs_copies, weights_wait
 from compressor.pipelines.stage_targets import expert_targets
 from compressor.progress import progress_of
@@ -163,7 +164,8 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     words = _with_origin(words, settings, loaded, notes)
     device = _place(loaded, settings, _all_layers_at_once(parsed, chosen))
     base = base_hashes(loaded.source_dir if ranks.is_first else None)
-    identity = model_identity(loaded, base, words.saved) if ranks.is_first else {}  # before anything is done to it
+    # Before anything is done to it; of a folder the first rank alone reads all files.
+    identity = model_identity(loaded, base, words.saved) if ranks.is_first or loaded.source_dir is None else {}
     untied = () if settings.tie_word_embeddings else untie(loaded)
     monitor.end_phase("load")
     state = State(loaded.model, device, settings.seed, Report(notes=[*notes, *untied]), keep_originals=loaded.from_memory)
@@ -192,6 +194,7 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
             run = run_fingerprint(
                 identity, parsed.dump(), data, state.seed, choices, sequential, device, needs_copies(loaded.model, device)
             )
+            _refuse_other_work(ranks, run, loaded)
             journal = held.enter_context(place.open(run, session.modifiers))
             journal = journal if ranks.size == 1 else held.enter_context(SharedJournal(journal, ranks))
             run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)
@@ -206,6 +209,21 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
         journal.finish()
     folder = None if written is None else Path(written)
     return _result(loaded, words.saved, state.report, record, folder, monitor, journal.summary)
+
+
+def _refuse_other_work(ranks: Ranks, run: Fingerprint, loaded: LoadedModel) -> None:
+    """Refuse a rank that was asked for something else than the first: the record tells of that one alone."""
+    if ranks.size == 1:
+        return
+    source = loaded.source_dir
+    sizes = {} if source is None else {name: (source / name).stat().st_size for name in (*weight_files(source), "config.json")}
+    mine = {**run, "model": sizes or run["model"], "machine": None}
+    different = changes(ranks.broadcast(mine, 0), mine)
+    if different:
+        raise UserInputError(
+            f"oneshot: rank {ranks.rank} was asked for something else than rank 0 ({'; '.join(different)}); start all with the same model, "
+            "recipe, data and settings"
+        )
 
 
 @dataclass(frozen=True)

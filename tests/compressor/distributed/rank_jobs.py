@@ -64,6 +64,11 @@ def compress(folder: Path, model: str, settings: dict[str, Any]) -> dict[str, An
     return {"output_dir": str(result.output_dir), "resumed": result.resumed, "notes": result.report.notes}
 
 
+def compress_otherwise(folder: Path, model: str, settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """One run of oneshot, which rank 1 is asked for with other settings."""
+    return compress(folder, model, settings | (other if dist.get_rank() == 1 else {}))
+
+
 def unshared(folder: Path, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """A run with a modifier that does not say how ranks share its samples."""
 

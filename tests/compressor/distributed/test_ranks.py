@@ -114,6 +114,23 @@ def test_what_cannot_be_shared_out_is_refused_by_its_name(model: Path, tmp_path:
     assert codes == [0] * 3 and all("start 1, 2, 4 or 8" in one["text"] for one in results)
 
 
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"max_seq_length": 64}, "data.tokens was "),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"recipe": {"quant_modifiers": RECIPES["awq"]}}, "recipe said "),
+    ],
+    ids=["data", "seed", "recipe"],
+)
+def test_a_rank_that_is_asked_for_something_else_ends_all(model: Path, other: dict[str, Any], says: str, tmp_path: Path) -> None:
+    chosen = settings(model, "smoothquant and gptq with static inputs")
+    codes, results, _ = rank_jobs.run(rank_jobs.compress_otherwise, 2, tmp_path / "ranks", str(model), chosen, other)
+    assert codes == [0, 0], results
+    assert all("rank 1 was asked for something else than rank 0 (" in one["text"] for one in results), results
+    assert all(says in one["text"] for one in results) and not (tmp_path / "ranks" / "out").exists()
+
+
 def test_the_first_that_is_left_says_what_a_killed_first_rank_has_kept(model: Path, tmp_path: Path) -> None:
     chosen = settings(model, "smoothquant and gptq with static inputs")
     codes, (_, told), _ = rank_jobs.run(rank_jobs.killed_after, 2, tmp_path / "ranks", str(model), chosen, 2, 0)
