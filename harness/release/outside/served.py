@@ -5,8 +5,6 @@ T positions of a prompt, N new tokens, V vocabulary.
 
 from __future__ import annotations
 
-import json
-
 import torch
 
 from harness.release.candidate import Candidate, Check, vocabulary_of
@@ -30,7 +28,7 @@ def check_served(candidate: Candidate) -> list[CheckRecord]:
 
 
 def _look(candidate: Candidate) -> CheckRecord:
-    prompts = json.dumps([prompt[0].tolist() for prompt in candidate.prompts])
+    prompts = "\n".join(" ".join(map(str, prompt[0].tolist())) for prompt in candidate.prompts)
     words = [str(candidate.compressed.absolute()), str(candidate.num_new)]
     answers = two_answers(VLLM, candidate, candidate.policy.vllm, "with_vllm.py", words, prompts)
     return answers if isinstance(answers, CheckRecord) else _judge(candidate, *answers)

@@ -1,7 +1,7 @@
 """Writes greedy text with whatever vLLM runs this file, and prints two answers as JSON: the versions, then the tokens of each text.
 
-It is run by the Python of another environment, `python with_vllm.py FOLDER NEW_TOKENS`, with the prompts as JSON on the standard input, so
-it imports nothing of this project. Without the first answer nothing could be tried; without the second one loading or running failed.
+It is run by the Python of another environment, `python with_vllm.py FOLDER NEW_TOKENS`, with a prompt a line on the standard input, so it
+imports nothing of this project. Without the first answer nothing could be tried; without the second one loading or running failed.
 """
 
 from __future__ import annotations
@@ -37,4 +37,4 @@ def _main(folder: str, num_new: int, prompts: list[list[int]]) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], int(sys.argv[2]), json.load(sys.stdin))
+    _main(sys.argv[1], int(sys.argv[2]), [[int(token) for token in line.split()] for line in sys.stdin])

@@ -58,7 +58,8 @@ def looked(candidate: Candidate, folder: Path, *answers: Any, last: str = "", **
 def test_what_it_writes_is_right_and_it_was_asked_for_that(candidate: Candidate, texts: list[list[int]], tmp_path: Path) -> None:
     record = looked(candidate, tmp_path, VERSIONS, texts)
     assert (record.outcome, record.summary) == (Outcome.PASS, "vllm 0.0.0: 32 tokens after 2 prompts")
-    assert json.loads((tmp_path / "given").read_text()) == [prompt[0].tolist() for prompt in candidate.prompts]
+    given = (tmp_path / "given").read_text().splitlines()
+    assert [[int(token) for token in line.split()] for line in given] == [prompt[0].tolist() for prompt in candidate.prompts]
     assert (tmp_path / "words").read_text() == f"-I {WITH_VLLM} {candidate.compressed} 16\n"
 
 
@@ -116,7 +117,7 @@ def test_the_file_that_it_runs_asks_for_greedy_text(monkeypatch: pytest.MonkeyPa
     module.__version__, module.LLM, module.SamplingParams = "9", Engine, lambda **options: options
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setattr(sys, "argv", ["with_vllm.py", "there", "5"])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("[[1, 2, 3], [4]]"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("1 2 3\n4"))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     runpy.run_path(str(WITH_VLLM), run_name="__main__")
     versions, texts = (json.loads(line.removeprefix("harness: ")) for line in capsys.readouterr().out.splitlines())
