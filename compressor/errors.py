@@ -79,6 +79,10 @@ class LifecycleError(CompressorError, RuntimeError):
     """A call came at a moment when the lifecycle does not allow it."""
 
 
+class FinalizeError(LifecycleError, ExceptionGroup):
+    """Some modifiers failed to finalize; holds the error of each."""
+
+
 class CalibrationError(CompressorError, RuntimeError):
     """Statistics are missing, or more fallbacks happened than the recipe allows."""
 

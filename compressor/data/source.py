@@ -76,6 +76,8 @@ def open_source(
     if isinstance(source, DataLoader):
         _refuse(settings, "a DataLoader gives batches as they are")
         return source
+    if isinstance(source, str) and not source.strip():
+        raise DatasetError(f"dataset: {source!r} names no data; give a file, a folder or the name of a dataset")
     preset = find_preset(source) if isinstance(source, str) and not is_there(Path(source)) else None
     if preset is not None:
         settings = _usual(preset, settings)

@@ -14,7 +14,7 @@ from typing import Self
 
 import torch
 
-from compressor.errors import LifecycleError
+from compressor.errors import FinalizeError, LifecycleError
 from compressor.lifecycle.events import Call, Event, EventType, Moment, allowed_moments
 from compressor.lifecycle.interface import Flags
 from compressor.lifecycle.modifier import Modifier
@@ -124,7 +124,7 @@ class Session:
         """Finalize every modifier, also when some fail; after an error the session is aborted.
 
         Raises:
-            ExceptionGroup: the errors of all modifiers that failed.
+            FinalizeError: the errors of all modifiers that failed.
         """
         with self._exclusive(Call.FINALIZE):
             errors: list[Exception] = []
@@ -132,7 +132,7 @@ class Session:
                 for modifier in self.modifiers:
                     errors += self._finalize_error(modifier)
                 if errors:
-                    raise ExceptionGroup(f"session: {len(errors)} of {len(self.modifiers)} modifiers failed to finalize", errors)
+                    raise FinalizeError(f"session: {len(errors)} of {len(self.modifiers)} modifiers failed to finalize", errors)
             except BaseException:
                 self._roll_back()
                 self._commit(Call.ABORT)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, input_columns, load_blocks, max_positions
+from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, input_columns, load_blocks, max_positions, open_source
 from compressor.data.blocks import IGNORED
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
@@ -26,7 +26,7 @@ from compressor.monitor import Monitor
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
 from compressor.progress import Progress, progress_of
 from compressor.random_state import random_numbers_kept
-from compressor.settings.verbs import StepSettings
+from compressor.settings.verbs import DataSettings, StepSettings
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
 from compressor.training_run.attention import causal_attention
 from compressor.training_run.loop import Loop, settle_masks
@@ -152,7 +152,7 @@ class TrainingRun:
 
         def blocks(source: Any, name: str, length: int | None) -> TokenBlocks:
             found = load_blocks(
-                source,
+                open_source(source, DataSettings(), batch_size=None, shuffle_seed=None, tokenizer=self.tokenizer, text_column=text_column),
                 tokenizer=self.tokenizer,
                 max_seq_length=length,
                 text_column=text_column,

@@ -117,7 +117,7 @@ class WeightsByStretch:
         return modules
 
     def _listen_no_more(self) -> None:
-        for module in self._model.modules():
+        for module in (*self._model.modules(), *self._homes):  # also what was replaced, and comes back when a run fails later
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if hook == self._called]:
                 del hooks[key]

@@ -99,6 +99,12 @@ def test_a_name_that_stands_twice_is_refused(name: str, held: str, words: str, t
         ids_of(tmp_path / name)
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_none(name: str) -> None:
+    with pytest.raises(DatasetError, match="names no data; give a file, a folder or the name of a dataset"):
+        ids_of(name)
+
+
 def test_surplus_cells_of_a_csv_are_seen_in_a_stream(tmp_path: Path) -> None:
     path = tmp_path / "d.csv"
     path.write_text("id,words\n1,a b,c d\n2,e,f\n")

@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from compressor import oneshot
-from compressor.errors import OutOfMemoryError, TargetError, TracingError
+from compressor import Modifier, QuantizationModifier, oneshot
+from compressor.errors import FinalizeError, OutOfMemoryError, TargetError, TracingError
+from compressor.lifecycle import Event, State
 from compressor.pages import let_go
 from compressor.pipelines.forward_checks import weights_held_to
 from compressor.pipelines.offload import onload
@@ -245,3 +246,25 @@ def file_pages() -> int:
     """Bytes of files in the memory of this process."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
     return 1024 * int(lines["RssFile"].split()[0])
+
+
+class _Fails(Modifier):
+    """Looks at a layer that another quantizes, and fails at the end."""
+
+    def on_initialize(self, state: State) -> bool:
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        self.register_hook(state.model.get_submodule("model.layers.0.mlp.up_proj"), lambda module, args: None, "forward_pre")
+
+    def on_finalize(self, state: State) -> bool:
+        raise ValueError
+
+
+def test_a_run_that_fails_at_its_end_leaves_no_hook_on_what_it_puts_back(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with pytest.raises(FinalizeError):
+        oneshot(
+            model, recipe=[_Fails(), QuantizationModifier(scheme="FP8", ignore=["lm_head"])], dataset=torch.ones(2, 8, dtype=torch.int64)
+        )
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,26 @@
+"""A training reads what oneshot reads, but no DataLoader."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from compressor import train
+
+
+def test_a_file_that_datasets_reads_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "d.json").write_text(json.dumps([{"input_ids": row} for row in rows]))
+    losses = []
+    for source in (str(tmp_path / "d.json"), rows):
+        torch.manual_seed(0)
+        size = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(**size))
+        losses.append(train(model, dataset=source, steps=1, batch_size=2, max_seq_length=8, mode="eager", progress=False).losses)
+    assert losses[0] == losses[1]
