@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
@@ -265,7 +265,7 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
     """Give the model its tensors; all of them, each of the right shape. Changes the model and empties `tensors`."""
     state = model.state_dict()
     found = {key: tensors.pop(stored) for key, stored in _stored_keys(model, state).items() if stored in tensors}
-    found |= split
+    found |= {**split, **_never_saved(model, [key for key in state if key not in found])}
     found = {key: _as_wanted(value, state[key].dtype) for key, value in found.items()}
     wrong = [key for key, value in found.items() if value.shape != state[key].shape or value.dtype != state[key].dtype]
     ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -283,6 +283,21 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
         model.tie_weights()  # type: ignore[operator]
         own = {key: found[key] for key, _ in model.named_buffers(remove_duplicate=False) if key in found}
         model.load_state_dict(own, strict=False, assign=True)  # it ties scales of blocks whose weights are one, too
+
+
+def _never_saved(model: nn.Module, missing: Sequence[str]) -> dict[str, Tensor]:
+    """Tensors that no file of the class holds, such as sinusoids of positions, as the class makes them; none that it draws."""
+    made: dict[str, Tensor] = {}
+    for key in sorted(set(getattr(model, "_keys_to_ignore_on_save", None) or ()) & set(missing)):
+        owner, name = model.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]
+        fresh = []
+        for start in (0.0, 1.0):  # what is drawn, or not set, differs
+            setattr(owner, name, nn.Parameter(torch.full(owner.get_parameter(name).shape, start, dtype=owner.get_parameter(name).dtype)))
+            cast("Any", model)._init_weights(owner)
+            fresh.append(owner.get_parameter(name).detach().clone())
+        if torch.equal(*fresh):
+            made[key] = fresh[0]
+    return made
 
 
 def _as_wanted(value: Tensor, dtype: torch.dtype) -> Tensor:

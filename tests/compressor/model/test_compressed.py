@@ -570,3 +570,18 @@ def test_a_model_that_does_not_say_which_its_embedding_is_can_be_saved(tmp_path)
         model.get_input_embeddings()
     result = oneshot(model, recipe=recipe("W8A8", ignore=[]))
     assert (result.save(tmp_path / "out") / "compression.json").is_file()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_that_no_file_of_the_class_holds_are_computed(dtype, tmp_path):
+    from transformers import MarianConfig, MarianMTModel
+
+    torch.manual_seed(0)
+    layers = {f"{part}_{what}": number for part in ("encoder", "decoder") for what, number in (("layers", 1), ("attention_heads", 2))}
+    sizes = {"vocab_size": 64, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 16}
+    model = MarianMTModel(MarianConfig(**sizes, **layers, pad_token_id=0, decoder_start_token_id=1)).to(dtype).eval()
+    oneshot(model, recipe=recipe("FP8_DYNAMIC"), output_dir=tmp_path / "out")
+    loaded = load_compressed(tmp_path / "out", model_class="MarianMTModel")
+    ids = {"input_ids": torch.arange(1, 9)[None], "decoder_input_ids": torch.arange(1, 6)[None]}
+    with torch.inference_mode():
+        assert torch.equal(loaded(**ids).logits, MarianMTModel.from_pretrained(tmp_path / "out")(**ids).logits)
