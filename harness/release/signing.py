@@ -27,7 +27,6 @@ from harness.validation.compare import ValidationReport, validate
 from harness.validation.subject import check_folders
 
 CHECKS: tuple[Check, ...] = (*files.CHECKS, *tokenizer.CHECKS, *generation.CHECKS, *invariance.CHECKS)
-OUTSIDE = (check_environments, check_served, check_commands, check_tasks)
 
 
 def sign_off(
@@ -107,11 +106,12 @@ def _provenance(report: ValidationReport, hashes: Mapping[str, str], seed: int) 
 
 
 def _records(candidate: Candidate, progress: Progress) -> Iterator[CheckRecord]:
-    with progress.task("release", len(CHECKS) + len(OUTSIDE)) as task:
+    outside = (check_environments, check_served, check_commands, check_tasks)
+    with progress.task("release", len(CHECKS) + len(outside)) as task:
         for check in CHECKS:
             yield check.record(candidate)
             task.advance(1, check.claim.name)
-        for run in OUTSIDE:
+        for run in outside:
             yield from run(candidate)
             task.advance(1, "other processes")
 
