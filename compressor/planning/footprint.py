@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
+
+from compressor.planning.repeats import filled, outside, repeated_layers, shapes_of, standing_in
 
 # Operations on tensors of which some have values and some have only shapes.
 #
@@ -183,6 +186,51 @@ class _Storage:
     last_use: int = 0
 
 
+@dataclass
+class _Example:
+    """A layer that runs, and is taken for others like it.
+
+    Attributes:
+        name: its dotted name.
+        num_calls: how often it has run.
+        first: number of the stretch in which it began.
+        last: number of the stretch in which it ended.
+        flops: its own, where no stretch began inside.
+        calls: its own, where no stretch began inside.
+        num_ahead: calls that its first stretch had seen before.
+        gave: shapes of what it gave.
+    """
+
+    name: str
+    num_calls: int = 0
+    first: int = 0
+    last: int = 0
+    flops: float = 0.0
+    calls: list[Call] = field(default_factory=list)
+    num_ahead: int = 0
+    gave: Any = None
+
+    def begin(self, number: int, stretch: Footprint) -> None:
+        """Note where the layer is entered."""
+        self.first, self.flops, self.num_ahead = number, stretch.flops, len(stretch.calls)
+
+    def end(self, number: int, stretch: Footprint, handed: Any, output: Any) -> None:
+        """Note where it is left."""
+        self.num_calls += 1
+        self.last, self.gave = number, shapes_of(output, handed)
+        is_inside = self.first == number
+        self.flops = stretch.flops - self.flops if is_inside else 0.0
+        self.calls = stretch.calls[self.num_ahead :] if is_inside else []
+
+    def name_of(self, layer: str, inside: str) -> str:
+        """Name in another layer what has this name here."""
+        return layer + inside.removeprefix(self.name) if inside else ""
+
+    def calls_of(self, layer: str, place: int, calls: Sequence[Call]) -> list[Call]:
+        """Turn calls inside into those of another layer, whose place tells the tensors that they read from others."""
+        return [replace(call, name=self.name_of(layer, call.name), source=(place << 32) + call.source) for call in calls]
+
+
 def measure_footprints(model: nn.Module, batch: dict[str, Tensor], targets: Sequence[str], watched: Sequence[str]) -> list[Footprint]:
     """Run one forward on the meta device and see what it takes.
 
@@ -199,18 +247,42 @@ def measure_footprints(model: nn.Module, batch: dict[str, Tensor], targets: Sequ
         NotImplementedError: an operation gives a result whose shape depends on values.
         RuntimeError: the forward asks for a value.
     """
+    skipped = repeated_layers(model, {*targets, *watched})
+    try:
+        return _followed(model, batch, targets, watched, skipped)
+    except _OutOfOrderError:
+        return _followed(model, batch, targets, watched, {})
+
+
+class _OutOfOrderError(Exception):
+    """A layer is called before the one that it is taken for, or more than once."""
+
+
+def _followed(
+    model: nn.Module, batch: dict[str, Tensor], targets: Sequence[str], watched: Sequence[str], skipped: Mapping[str, str]
+) -> list[Footprint]:
+    """Follow a forward in which some layers are taken for others."""
     ledger = _Ledger(model, batch)
+    examples = {name: _Example(name) for name in dict.fromkeys(skipped.values())}
     with ExitStack() as stack:
-        for name in targets:
+        for name, example in examples.items():
+            stack.callback(model.get_submodule(name).register_forward_pre_hook(ledger.beginning(example)).remove)
+        for name in outside(targets, skipped):
             module = model.get_submodule(name)
             stack.callback(module.register_forward_pre_hook(ledger.entering(name)).remove)
             stack.callback(module.register_forward_hook(ledger.leaving()).remove)
-        for name in watched:
+        for name in outside(watched, skipped):
             stack.callback(model.get_submodule(name).register_forward_pre_hook(ledger.calling(name), with_kwargs=True).remove)
+        for name, example in examples.items():
+            stack.callback(model.get_submodule(name).register_forward_hook(ledger.ending(example), with_kwargs=True).remove)
+        for name, like in skipped.items():
+            stack.enter_context(standing_in(model.get_submodule(name), ledger.taking(name, examples[like])))
         stack.enter_context(torch.no_grad())
         stack.enter_context(ledger)
         stack.enter_context(_FusedAttention(ledger))
         output = model(**batch)
+    if any(example.num_calls > 1 for example in examples.values()):
+        raise _OutOfOrderError
     footprints = ledger.finish()
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors_in(output)}
     footprints[-1].output_bytes = sum(storages.values())
@@ -234,6 +306,7 @@ class _Ledger(TorchDispatchMode):
         self._base = 0
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._batch = {tensor.untyped_storage()._cdata for tensor in batch.values()}
+        self._taken: list[tuple[int, str, _Example]] = []  # layers that did not run, the stretch in which they were called, and for what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -303,7 +376,52 @@ class _Ledger(TorchDispatchMode):
 
         return hook
 
+    def beginning(self, example: _Example) -> Callable[..., None]:
+        """A pre-hook that notes where a layer begins which others are taken for."""
+
+        def hook(*args: object) -> None:
+            del args
+            example.begin(len(self._stretches) - 1, self._stretches[-1])
+
+        return hook
+
+    def ending(self, example: _Example) -> Callable[..., None]:
+        """A hook that notes where it ends."""
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            del module
+            example.end(len(self._stretches) - 1, self._stretches[-1], (args, kwargs), output)
+
+        return hook
+
+    def taking(self, name: str, example: _Example) -> Callable[..., Any]:
+        """A forward of a layer that is taken for another."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if example.num_calls != 1 or any(taken == name for _, taken, _ in self._taken):
+                raise _OutOfOrderError
+            self._taken.append((len(self._stretches) - 1, name, example))
+            self._stretches[-1].flops += example.flops
+            self._stretches[-1].calls += example.calls_of(name, len(self._taken), example.calls)
+            return filled(example.gave, (args, kwargs), self._made)
+
+        return forward
+
+    def _made(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        made = torch.empty(size, dtype=dtype, device="meta")
+        self._in_use[made.untyped_storage()._cdata].varies = True
+        return made
+
     def finish(self) -> list[Footprint]:
+        """Return all stretches, with those of layers that did not run behind the ones in which they were called."""
+        stretches, behind = self._judged(), defaultdict(list)
+        for place, (number, name, example) in enumerate(self._taken, 1):
+            for like in stretches[example.first + 1 : example.last + 1]:
+                calls = example.calls_of(name, place, like.calls)
+                behind[number].append(replace(like, name=example.name_of(name, like.name), calls=calls))
+        return [one for number, stretch in enumerate(stretches) for one in (stretch, *behind[number])]
+
+    def _judged(self) -> list[Footprint]:
         """Say of each stretch what was live when it began, now that it is known what was read later."""
         for stretch, began, live, ahead in zip(self._stretches, self._began_at, self._live_at, self._ahead_of, strict=True):
             stretch.own_bytes = sum(storage.num_bytes for storage in live if storage.varies)

@@ -218,19 +218,24 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
             attention, unwritable = _attention(skeleton, parsed.modifiers), _unwritable(skeleton, parsed.modifiers)
             with _reshaped(skeleton, parsed.modifiers):
                 follow = _Following(skeleton, batches)
-                made = _made(skeleton, parsed, chosen, settings, setting, follow)
+                planned = _targets(skeleton, parsed.modifiers)
+                made = _made(skeleton, parsed, chosen, settings, setting, follow, planned)
                 alone = None
                 if settings.ranks > 1:
                     same = batches.batch_size == of_all.batch_size
                     follow_all = follow if same else _Following(skeleton, of_all)
-                    alone = _made(skeleton, parsed, chosen, settings, replace(setting, batches=of_all), follow_all).estimate.seconds
+                    alone = _made(
+                        skeleton, parsed, chosen, settings, replace(setting, batches=of_all), follow_all, planned
+                    ).estimate.seconds
                 modes = {
-                    mode: _made(skeleton, other, chosen, settings, setting, follow).estimate
+                    mode: made.estimate
+                    if other.modifiers == parsed.modifiers
+                    else _made(skeleton, other, chosen, settings, setting, follow, _targets(skeleton, other.modifiers)).estimate
                     for mode, other in _other_modes(parsed, settings).items()
                 }
                 conversion = None
                 if not isinstance(model, nn.Module):
-                    changed = list(_targets(skeleton, parsed.modifiers)[0].values())
+                    changed = list(planned[0].values())
                     written = made.estimate.checkpoint_bytes
                     conversion = estimate_conversion(skeleton, parsed, changed, written, settings.ranks, run_device)
         finally:
@@ -299,8 +304,16 @@ class _Following:
         return self._found[places]
 
 
-def _made(skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettings, setting: Setting, follow: _Following) -> Plan:
-    targets, skipped = _targets(skeleton, parsed.modifiers)
+def _made(
+    skeleton: nn.Module,
+    parsed: Recipe,
+    chosen: str,
+    settings: PlanSettings,
+    setting: Setting,
+    follow: _Following,
+    planned: tuple[dict[str, Target], list[PlannedModule]],
+) -> Plan:
+    targets, skipped = planned
     patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
     named = SequentialSettings(patterns, passes=settings.passes, engine=settings.engine)
     runs_once, has_base_stream = streams = _streams(chosen, named, list(targets.values()))
