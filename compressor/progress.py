@@ -80,7 +80,7 @@ class _LineTask:
     def advance(self, amount: int = 1, note: str | None = None) -> None:
         self._done += amount
         self._note = self._note if note is None else note
-        if time.monotonic() - self._said >= self._every_seconds:
+        if self._done < self._total and time.monotonic() - self._said >= self._every_seconds:  # the last line is said at the end
             self.say()
 
     def say(self) -> None:

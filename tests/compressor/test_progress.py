@@ -47,7 +47,7 @@ def test_a_file_gets_whole_lines_with_the_time_left_and_no_codes_of_a_terminal(c
     with LineProgress(every_seconds=0.0).task("calibrate", 2) as task:
         task.advance(1, NOTE)
         task.advance(1)
-    first, *_, last = capsys.readouterr().err.splitlines()
+    first, last = capsys.readouterr().err.splitlines()
     assert re.fullmatch(rf"calibrate 1/2, 0:00:00, 0:00:00 left: {re.escape(NOTE)}", first)
     assert re.fullmatch(rf"calibrate 2/2, 0:00:00: {re.escape(NOTE)}", last)
 
