@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import yaml
@@ -24,6 +24,7 @@ from compressor.yaml_text import YamlDumper
 
 _FILLED_IN = {"index", "group"}
 _EMBEDDING = "Embedding"
+RecipeSource: TypeAlias = "str | Path | Mapping[str, Any] | Recipe | Modifier | Sequence[Any]"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,19 @@ class Recipe:
 
     stages: tuple[Stage, ...]
     text: str = field(default="", compare=False, repr=False)
+
+    @staticmethod
+    def create_instance(path_or_modifiers: RecipeSource, target_stage: str | None = None) -> Recipe:
+        """Read a recipe, as llm-compressor calls `load_recipe`.
+
+        Args:
+            path_or_modifiers: what `load_recipe` takes.
+            target_stage: the only stage that is wanted; None for all.
+
+        Returns:
+            The recipe.
+        """
+        return load_recipe(path_or_modifiers, stage=target_stage)
 
     @property
     def modifiers(self) -> tuple[Modifier, ...]:
@@ -57,7 +71,7 @@ class Recipe:
 
 
 def load_recipe(
-    source: str | Path | Mapping[str, Any] | Recipe | Modifier | Sequence[Any],
+    source: RecipeSource,
     args: Mapping[str, Any] | Sequence[str] | None = None,
     run_type: str | None = None,
     mode: str | None = None,

@@ -176,7 +176,8 @@ def test_stages_groups_and_positions_are_filled_in_in_order() -> None:
         ("ToyModifier", 3, "second", 4),
         ("ToyModifier", 4, "second", 5),
     ]
-    assert load_recipe(recipe.dump()) == recipe
+    assert load_recipe(recipe.dump()) == Recipe.create_instance(recipe.dump()) == recipe
+    assert Recipe.create_instance(recipe, target_stage="second").stages == recipe.stages[1:]
 
 
 def test_merged_recipes_of_llm_compressor_number_their_stages() -> None:
