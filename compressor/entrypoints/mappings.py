@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from compressor.model.loading.stand_in import stand_in
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import MappingsSettings
 from compressor.tracing.picture import Box, Picture, shortened
+
+_WIDTH = 120  # characters of a line of what may not move
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,12 @@ class MappingsReport:
     why_no_basis: str = ""
 
     @property
-    def kinds(self) -> dict[str, list[ScalePair]]:
-        """Pairs by the kind of their source: the same name but for the numbers of layers and experts."""
-        made: dict[str, list[ScalePair]] = {}
+    def kinds(self) -> list[list[ScalePair]]:
+        """Pairs by their kind: the same names of source and readers but for the numbers of layers and experts."""
+        made: dict[tuple[str, str], list[ScalePair]] = {}
         for pair in self.found.pairs:
-            made.setdefault(pattern_of(pair.source), []).append(pair)
-        return made
+            made.setdefault((pattern_of(pair.source), _kinds(pair.readers)), []).append(pair)
+        return list(made.values())
 
     @property
     def refused_kinds(self) -> dict[str, list[Refusal]]:
@@ -78,36 +81,36 @@ class MappingsReport:
     def lines(self) -> list[str]:
         """Return the report for people, kind by kind."""
         lines = [self.headline, f"weights: {self.weights}", f"batches: {self.batches}"]
-        for kind, pairs in self.kinds.items():
-            lines.append(f"{kind} ({len(pairs)}) -> {_readers(pairs[0])}, at {pairs[0].place}{_remarks(pairs[0])}")
+        for first, *others in self.kinds:
+            kind, place = f"{pattern_of(first.source)} ({1 + len(others)})", "; ".join((first.place, *_remarks(first)))
+            lines.append(f"{kind} -> {_kinds(first.readers)}, at {place}")
         lines += [f"not {kind} ({len(all_)}): {all_[0].why}" for kind, all_ in self.refused_kinds.items()]
         return [*lines, *self._basis_lines()]
 
     def _basis_lines(self) -> list[str]:
         if self.basis is None:
             return [f"hidden states may not be turned: {self.why_no_basis}"]
-        readers = (*(pair.source for pair in self.basis.norms), *self.basis.readers)
         mean = "; only by what keeps their mean" if self.basis.keeps_mean else ""
         return [
             f"hidden states of {self.basis.size} channels may be turned{mean}: written by {_kinds(self.basis.writers)}; "
-            f"read by {_kinds(readers)}, at {self.basis.place}"
+            f"read by {_kinds(_basis_readers(self.basis))}, at {self.basis.place}"
         ]
 
     def picture(self) -> Picture:
-        """Return what is drawn: a box for each kind, in the order of the model, with what reads it."""
-        boxes = [
-            Box(f"{kind} ({len(pairs)})", (f"into {_readers(pairs[0])}", f"{pairs[0].place}{_remarks(pairs[0])}"), "stage")
-            for kind, pairs in self.kinds.items()
+        """Return what is drawn: an arrow for each kind, in the order of the model, from where a scale may leave to what reads it."""
+        pairs = [
+            _arrow(f"{pattern_of(first.source)} ({1 + len(others)})", (f"at {first.place}", *_remarks(first)), first.readers)
+            for first, *others in self.kinds
         ]
         if self.basis is not None:
-            readers = (*(pair.source for pair in self.basis.norms), *self.basis.readers)
-            turned = (f"written by {_kinds(self.basis.writers)}", f"read by {_kinds(readers)}", self.basis.place)
-            boxes.append(Box(f"hidden states of {self.basis.size} channels may be turned", turned, "stage"))
-        refused = [f"{kind}: {all_[0].why}"[:90] for kind, all_ in self.refused_kinds.items()]
-        refused += [f"hidden states: {self.why_no_basis}"[:90]] if self.why_no_basis else []
-        return Picture(
-            (self.headline, f"weights: {self.weights}"), boxes, Box("may not move", tuple(refused), "ignored") if refused else None
-        )
+            what, readers = f"hidden states of {self.basis.size} channels may be turned", _basis_readers(self.basis)
+            writers = [f"written by {name}" for name in dict.fromkeys(map(pattern_of, self.basis.writers))]
+            pairs.append(_arrow(what, (f"at {self.basis.place}", *writers), readers))
+        refused = [f"{kind} ({len(all_)}): {all_[0].why}" for kind, all_ in self.refused_kinds.items()]
+        refused += [f"hidden states may not be turned: {self.why_no_basis}"] if self.why_no_basis else []
+        lines = tuple(line for reason in refused for line in textwrap.wrap(reason, _WIDTH, subsequent_indent=4 * "\N{NO-BREAK SPACE}"))
+        title = (self.headline, "An arrow leads from what gives a scale to all that take it.", f"weights: {self.weights}")
+        return Picture(title, ignored=Box("may not move", lines, "ignored") if refused else None, pairs=pairs)
 
 
 @from_settings(MappingsSettings)
@@ -155,10 +158,14 @@ def _kinds(names: Sequence[str]) -> str:
     return shortened(list(dict.fromkeys(pattern_of(name) for name in names)))
 
 
-def _readers(pair: ScalePair) -> str:
-    return _kinds(pair.readers)
+def _arrow(title: str, lines: tuple[str, ...], readers: Sequence[str]) -> tuple[Box, Box]:
+    return Box(title, lines, "stage"), Box("is read by", tuple(dict.fromkeys(map(pattern_of, readers))), "outside")
 
 
-def _remarks(pair: ScalePair) -> str:
-    heads = f"; heads of {pair.head_dim}, each read {pair.repeats} times" if pair.head_dim is not None else ""
-    return heads + (f"; the norm multiplies by {pair.offset:g} + weight" if pair.offset else "")
+def _basis_readers(basis: Basis) -> tuple[str, ...]:
+    return (*(pair.source for pair in basis.norms), *basis.readers)
+
+
+def _remarks(pair: ScalePair) -> list[str]:
+    heads = [f"heads of {pair.head_dim}, each read {pair.repeats} times"] if pair.head_dim is not None else []
+    return heads + ([f"the norm multiplies by {pair.offset:g} + weight"] if pair.offset else [])

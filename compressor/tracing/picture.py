@@ -1,4 +1,4 @@
-"""Draws the picture of a trace as SVG: with `dot` of graphviz where it is installed, else with matplotlib, in columns."""
+"""Draws the picture of a trace or of mappings as SVG: with `dot` of graphviz where it is installed, else with matplotlib, in columns."""
 
 from __future__ import annotations
 
@@ -47,17 +47,19 @@ class Box:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of one trace.
+    """What is drawn.
 
     Attributes:
         title: above everything.
         boxes: in the order of the flow.
         ignored: the box beside the flow, or None.
+        pairs: each a row with an arrow of its own, above the flow.
     """
 
     title: tuple[str, ...]
     boxes: list[Box] = field(default_factory=list)
     ignored: Box | None = None
+    pairs: list[tuple[Box, Box]] = field(default_factory=list)
 
 
 def make_picture(title: Sequence[str], batch: str, stops: Sequence[Stop], after: Sequence[str], ignored: Sequence[str]) -> Picture:
@@ -234,6 +236,7 @@ _DOT_SECONDS = 60
 # Measures of the matplotlib drawing, in points.
 _FONT, _LINE, _CHAR = 8.0, 11.0, 4.55
 _PAD, _GAP, _SPACE, _MIN_WIDTH = 7.0, 26.0, 34.0, 200.0
+_ARROW = {"arrowstyle": "-|>", "color": "#444444", "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
 
 
 def draw(picture: Picture, path: str | Path) -> str:
@@ -293,6 +296,9 @@ def dot_source(picture: Picture) -> str:
     head.append(f"  labelloc=t; label={_quoted(picture.title)};")
     nodes = [_dot_node(f"box{place}", box) for place, box in enumerate(picture.boxes)]
     edges = [f"  box{place} -> box{place + 1} [label={_quoted(box.arrow, left=True)}];" for place, box in enumerate(picture.boxes[1:])]
+    for place, pair in enumerate(picture.pairs):
+        nodes += [_dot_node(f"{side}{place}", box) for side, box in zip(("from", "to"), pair, strict=True)]
+        edges.append(f"  {{rank=same; from{place} -> to{place};}}")
     if picture.ignored is not None:
         nodes.append(_dot_node("ignored", picture.ignored))
     return "\n".join([*head, *nodes, *edges, "}"]) + "\n"
@@ -337,7 +343,8 @@ def _with_matplotlib(picture: Picture) -> bytes:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    placed, width, height = _layout(picture)
+    rows = _rows(picture)
+    placed, width, height = _layout(picture, rows)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "trace", "font.family": "sans-serif", "font.size": _FONT}):
         figure = Figure(figsize=(width / 72, height / 72), facecolor="white")
         axes = figure.add_axes((0, 0, 1, 1))
@@ -350,34 +357,62 @@ def _with_matplotlib(picture: Picture) -> bytes:
         flow = [one for one in placed if one.box.kind != "ignored"]
         for left, right in itertools.pairwise(flow):
             _draw_arrow(axes, left, right)
-        for one in placed:
+        for left, right in rows:
+            y = left.y + left.height / 2
+            axes.annotate("", (right.x, y), (left.x + left.width, y), arrowprops=_ARROW)
+        for one in (*placed, *itertools.chain(*rows)):
             _draw_box(axes, one)
         stream = io.BytesIO()
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
     return stream.getvalue()
 
 
-def _layout(picture: Picture) -> tuple[list[_Placed], float, float]:
+def _rows(picture: Picture) -> list[tuple[_Placed, _Placed]]:
+    """Place the pairs below each other, so that all left boxes are as wide, and all right ones."""
+    left_width, right_width = (max((_width([pair[side]]) for pair in picture.pairs), default=0) for side in (0, 1))
+    y = _top(picture) + _GAP
+    rows = []
+    for left, right in picture.pairs:
+        height = max(_height(left), _height(right))
+        x = _SPACE + left_width + 2 * _SPACE
+        rows.append((_Placed(left, _SPACE, y, left_width, height), _Placed(right, x, y, right_width, height)))
+        y += height + _GAP
+    return rows
+
+
+def _top(picture: Picture) -> float:
+    return _SPACE + (len(picture.title) * 1.5 + 1) * _LINE
+
+
+def _width(boxes: Sequence[Box]) -> float:
+    longest = max((len(line) for box in boxes for line in (f"{box.title}   ", *box.lines, *box.arrow)), default=0)
+    return max(_CHAR * longest + 4 * _PAD, _MIN_WIDTH)
+
+
+def _height(box: Box) -> float:
+    return (len(box.lines) + 1) * _LINE + 2 * _PAD
+
+
+def _layout(picture: Picture, rows: Sequence[tuple[_Placed, _Placed]]) -> tuple[list[_Placed], float, float]:
     """Place the boxes in columns from left to right; the box of what is ignored comes below the last column."""
-    top = _SPACE + (len(picture.title) * 1.5 + 1) * _LINE
-    num_columns = -(-len(picture.boxes) // _PER_COLUMN)
-    per_column = -(-len(picture.boxes) // num_columns)
+    top = max((one.y + one.height for one, _ in rows), default=_top(picture))
+    num_columns = -(-len(picture.boxes) // _PER_COLUMN) or 1
+    per_column = -(-len(picture.boxes) // num_columns) or 1
     placed: list[_Placed] = []
     x = _SPACE
-    for start in range(0, len(picture.boxes), per_column):
+    for start in range(0, len(picture.boxes) or 1, per_column):
         column = picture.boxes[start : start + per_column]
         extra = [picture.ignored] if picture.ignored is not None and start + per_column >= len(picture.boxes) else []
-        longest = max(len(line) for box in (*column, *extra) for line in (f"{box.title}   ", *box.lines, *box.arrow))
-        width = max(_CHAR * longest + 4 * _PAD, _MIN_WIDTH)
+        width = _width([*column, *extra])
         y = top
         for box in (*column, *extra):
             y += _arrow_height(box) if box.kind != "ignored" else _SPACE
-            height = (len(box.lines) + 1) * _LINE + 2 * _PAD
-            placed.append(_Placed(box, x, y, width, height))
-            y += height
+            placed.append(_Placed(box, x, y, width, _height(box)))
+            y += _height(box)
         x += width + 2 * _SPACE
     title_width = max(_CHAR * (len(line) + 2) * (1.7 if place == 0 else 1.15) for place, line in enumerate(picture.title)) + 2 * _SPACE
-    return placed, max(x - _SPACE, title_width), max(one.y + one.height for one in placed) + _SPACE
+    rightmost = max((right.x + right.width + _SPACE for _, right in rows), default=0.0)
+    return placed, max(x - _SPACE, title_width, rightmost), max([top, *(one.y + one.height for one in placed)]) + _SPACE
 
 
 def _arrow_height(box: Box) -> float:
@@ -407,15 +442,14 @@ def _draw_box(axes: object, one: _Placed) -> None:
 
 def _draw_arrow(axes: object, start: _Placed, end: _Placed) -> None:
     """Straight down inside a column; out of the bottom of one column, up between both and into the top of the next."""
-    style = {"arrowstyle": "-|>", "color": "#444444", "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
     x = end.x + 3 * _PAD
     text_y = end.y - _arrow_height(end.box) + _GAP / 2
     if start.x == end.x:
-        axes.annotate("", (x, end.y), (x, start.y + start.height), arrowprops=style)  # type: ignore[attr-defined]
+        axes.annotate("", (x, end.y), (x, start.y + start.height), arrowprops=_ARROW)  # type: ignore[attr-defined]
     else:
         middle, above = end.x - _SPACE, end.y - _arrow_height(end.box) + 2
         bottom = start.y + start.height / 2
         axes.plot([start.x + start.width, middle, middle, x, x], [bottom, bottom, above, above, end.y - 6], color="#444444", linewidth=1.0)  # type: ignore[attr-defined]
-        axes.annotate("", (x, end.y), (x, end.y - 8), arrowprops=style)  # type: ignore[attr-defined]
+        axes.annotate("", (x, end.y), (x, end.y - 8), arrowprops=_ARROW)  # type: ignore[attr-defined]
     for place, line in enumerate(end.box.arrow):
         axes.text(x + _PAD, text_y + place * _LINE, line, va="top", fontsize=_FONT - 0.5, color="#333333")  # type: ignore[attr-defined]

@@ -66,6 +66,23 @@ def test_what_is_in_the_way_of_turning_is_said(tmp_path: Path, capsys: pytest.Ca
     assert "hidden states may not be turned: model.layers.0.post_attention_layernorm adds" in capsys.readouterr().out
 
 
+def test_norms_of_one_name_that_others_read_are_told_apart(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 4, "decoder_start_token_id": 0}
+    T5Config(**sizes, num_layers=2, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    report = find_mappings(tmp_path)
+    norms = [line for line in report.lines() if line.startswith("decoder.block.*.layer.*.layer_norm (2) -> ")]
+    read = [line.partition(" -> decoder.block.*.layer.*.")[2].split(",")[0] for line in norms]
+    assert read == ["SelfAttention.q", "EncDecAttention.q", "DenseReluDense.wi"]
+    drawn = report.picture()
+    assert len(drawn.pairs) == len(report.kinds) == 10 and drawn.ignored is not None
+    left, right = drawn.pairs[1]
+    assert left.title == "encoder.block.*.layer.*.layer_norm (2)" and right.lines[0] == "encoder.block.*.layer.*.SelfAttention.q"
+    said = " ".join(drawn.ignored.lines).replace("\N{NO-BREAK SPACE}", "")
+    assert all(one[0].why in said for one in report.refused_kinds.values()) and report.why_no_basis in said
+
+
 def test_class_and_modality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mappings", str(folder), "--model-class", "LlamaModel", "--modality", "text"]) == 0
     text = capsys.readouterr().out
@@ -110,9 +127,7 @@ def test_a_large_model_is_stood_in_for_by_a_layer_of_each_kind(folder: Path, mon
     monkeypatch.setattr(stand_in, "MAX_RANDOM", 1000)
     report = find_mappings(folder)
     assert report.num_left_out == 4 and "4 layers that repeat earlier ones are left out" in report.weights
-    assert [(kind, pairs[0].readers) for kind, pairs in report.kinds.items()] == [
-        (kind, pairs[0].readers) for kind, pairs in whole.kinds.items()
-    ]
+    assert [first for first, *_ in report.kinds] == [first for first, *_ in whole.kinds]
     monkeypatch.setattr(stand_in, "MAX_DIFFERING", 1000)
     with pytest.raises(ValueError, match="too many to be given values"):
         find_mappings(folder)

@@ -11,7 +11,7 @@ import pytest
 
 from compressor.errors import OutputError
 from compressor.tracing.flow import BEFORE, Stop, Value
-from compressor.tracing.picture import Picture, dot_source, draw, make_picture, shortened, size
+from compressor.tracing.picture import Box, Picture, dot_source, draw, make_picture, shortened, size
 
 
 def _stops(kinds: Sequence[str]) -> list[Stop]:
@@ -78,6 +78,17 @@ def test_the_svg_holds_every_box_and_is_the_same_each_time(tmp_path: Path, num_l
     ElementTree.fromstring(text)
     assert all(f">{box.title}<" in text for box in picture.boxes)
     assert ">ignored: stays as it is<" in text and ">lm_head<" in text
+
+
+def test_a_pair_has_an_arrow_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    rows = [(Box(f"from {place}", (), "stage"), Box("is read by", (f"to {place}",), "outside")) for place in range(3)]
+    picture = Picture(("Model",), pairs=rows, ignored=Box("may not move", ("lm_head",), "ignored"))
+    assert draw(picture, tmp_path / "a.svg") == "matplotlib"
+    text = (tmp_path / "a.svg").read_text()
+    assert all(f">from {place}<" in text and f">to {place}<" in text for place in range(3)) and ">lm_head<" in text
+    assert dot_source(picture).count("->") == 3 and "{rank=same; from2 -> to2;}" in dot_source(picture)
+    assert draw(Picture(("Model", "of which nothing is known")), tmp_path / "a.svg") == "matplotlib"
 
 
 def test_dot_is_taken_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
