@@ -137,6 +137,10 @@ class MagnitudePruningModifier(PruningModifier):
             )
         if self.end is not None and self.end <= 0:
             raise RecipeError(f"end={self.end:g} lies before the first step, so it would never begin; give a larger end")
+        if self.start is not None and self.start < 0:
+            raise RecipeError(f"start={self.start:g} lies before the first step, so a part of the schedule would never run; give 0 or more")
+        if self.update == 0:
+            raise RecipeError("update=0 is no interval; give more than 0, or leave update out: masks then follow at every batch")
         for name, value in (("update", self.update), ("init_sparsity", self.init_sparsity)):
             if self.start is None and value:
                 raise RecipeError(f"{name}={value} is for training, which needs a start; give start and end, or leave {name} out")

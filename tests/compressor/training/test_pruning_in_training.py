@@ -389,6 +389,8 @@ sparse_stage:
         ({"final_sparsity": 0.5, "mask_structure": "1:4"}, "give final_sparsity=0.75"),
         ({"final_sparsity": 0.5, "start": 3}, "give both for training"),
         ({"final_sparsity": 0.5, "start": 5, "end": 5}, "is not before end"),
+        ({"final_sparsity": 0.5, "start": -1, "end": 5}, "start=-1 lies before the first step"),
+        ({"final_sparsity": 0.5, "start": 0, "end": 5, "update": 0}, "update=0 is no interval"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_with_what_to_do(settings, said):
