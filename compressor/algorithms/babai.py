@@ -29,6 +29,7 @@ from compressor.numerics.formats import rounding
 from compressor.numerics.scheme import QuantizationArgs
 
 SWITCH = "COMPRESSOR_KERNEL"
+_TURNED = 1 << 16  # elements at once
 SUB_BLOCK = 16  # columns that are updated one by one before the next small matrix product
 
 
@@ -96,20 +97,22 @@ class GridColumns:
 
 
 def cholesky(matrix_CC: Tensor, name: str, *, upper: bool = False) -> Tensor:
-    """Factorize a damped Hessian.
+    """Factorize a damped Hessian in its own memory, of which a wide layer has no second one to spare.
 
     Args:
-        matrix_CC: [C, C] float32, symmetric; not modified.
+        matrix_CC: [C, C] float32, symmetric, its rows or its columns contiguous; overwritten.
         name: dotted module name, for errors only.
         upper: return the upper factor U, with U^T U the matrix, in place of the lower L, with L L^T.
 
     Returns:
-        [C, C], triangular.
+        [C, C], triangular, its columns contiguous; where the matrix was.
 
     Raises:
         NumericsError: it is not positive definite.
     """
-    factor, info = torch.linalg.cholesky_ex(matrix_CC, upper=upper)
+    by_columns_CC = matrix_CC.t() if matrix_CC.is_contiguous() else matrix_CC
+    info = torch.empty((), dtype=torch.int32, device=matrix_CC.device)
+    factor, _ = torch.linalg.cholesky_ex(by_columns_CC, upper=upper, out=(by_columns_CC, info))
     if int(info) != 0:
         raise NumericsError(
             f"{name}: its damped Hessian is not positive definite (minor {int(info)} of {len(matrix_CC)}); "
@@ -135,7 +138,7 @@ class Factor:
         """Factorize H + lambda I.
 
         Args:
-            damped_CC: [C, C] float32, its columns in the order of rounding; not modified.
+            damped_CC: [C, C] float32, its columns in the order of rounding, contiguous; overwritten, the factor lies where it was.
             name: dotted module name, for errors only.
 
         Returns:
@@ -145,7 +148,9 @@ class Factor:
             NumericsError: it is not positive definite.
         """
         # Reverse the order, factorize lower, reverse back: the result is upper with R R^T = H.
-        R_CC = cholesky(damped_CC.flip(0, 1), name).flip(0, 1)
+        _turn_around(damped_CC)
+        R_CC = cholesky(damped_CC, name)
+        _turn_around(R_CC.t())
         diag_C = R_CC.diagonal().clone()
         return cls(R_CC.div_(diag_C), diag_C)
 
@@ -154,6 +159,18 @@ class Factor:
         left_CR = torch.linalg.solve_triangular(self.unit_CC, columns_CR, upper=True, unitriangular=True)
         left_CR.div_(self.diag_C.square()[:, None])
         return torch.linalg.solve_triangular(self.unit_CC.t(), left_CR, upper=False, unitriangular=True)
+
+
+def _turn_around(square_CC: Tensor) -> None:
+    """Reverse the order of rows and of columns, in place; of contiguous memory that is the order of all elements."""
+    flat = square_CC.view(-1)
+    half = len(flat) // 2
+    for start in range(0, half, _TURNED):
+        stop = min(start + _TURNED, half)
+        front, back = flat[start:stop], flat[len(flat) - stop : len(flat) - start]
+        kept = front.flip(0)
+        front.copy_(back.flip(0))
+        back.copy_(kept)
 
 
 def solve_r_form(E_CR: Tensor, factor: Factor, columns: GridColumns, block_size: int) -> tuple[Tensor, Tensor]:
@@ -223,9 +240,8 @@ def _round_block(T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, columns: GridColumns,
 
 
 def solve_reference(W_CR: Tensor, damped_CC: Tensor, columns: GridColumns, block_size: int, name: str) -> tuple[Tensor, Tensor]:
-    """The paper's form: right-looking updates with the upper Cholesky factor of the inverse."""
-    inverse_CC = torch.cholesky_inverse(cholesky(damped_CC, name))
-    U_CC = cholesky(inverse_CC, name, upper=True)
+    """The paper's form: right-looking updates with the upper Cholesky factor of the inverse; `damped_CC` is overwritten."""
+    U_CC = cholesky(torch.cholesky_inverse(cholesky(damped_CC, name)), name, upper=True)
     codes_CR = columns.empty_codes(W_CR)
     loss_R = W_CR.new_zeros(W_CR.shape[1])
     scratch_R = torch.empty_like(loss_R)

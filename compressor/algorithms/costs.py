@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from compressor.algorithms.babai import NUM_CANDIDATES, can_search, rounding_kernel
 from compressor.algorithms.gptq import Solver
-from compressor.algorithms.hessian import panel_bytes
+from compressor.algorithms.hessian import ERROR_ROWS, panel_bytes
 from compressor.numerics.part_sums import most_sums
 from compressor.numerics.scheme import QuantizationArgs
 
@@ -89,16 +89,14 @@ def gptq_cost(
     work = FLOAT32_BYTES * num_rows * columns
     block = 2 * FLOAT32_BYTES * block_size * num_rows + FLOAT32_BYTES * block_size**2
     codes = num_rows * columns
-    # The damped Hessian and two on the way to its factor; then codes and one block beside what is left of these: the damped Hessian and
-    # the factor, and in the classical form the inverse.
-    left = 2 if solver == "r_form" else 3
-    solving = stacked + work + max(3 * square, left * square + codes + block)
-    # The damped Hessian and its factor; of one group its columns, its part of the factor and a copy of that; and, where they are not
-    # compiled, three float32 arrays and one of codes that hold every candidate.
+    # The damped Hessian, whose factor takes its place, and in the classical form the inverse; beside them codes and one block.
+    solving = stacked + work + (1 if solver == "r_form" else 2) * square + codes + block
+    # The factor; of one group its columns, its part of the factor and a copy of that; and, where they are not compiled, three float32
+    # arrays and one of codes that hold every candidate.
     held = FLOAT32_BYTES + (NUM_CANDIDATES * (3 * FLOAT32_BYTES + 1) if rounding_kernel("cpu") is None else 0)
-    searching = stacked + work + 2 * square + group * num_rows * held + 2 * FLOAT32_BYTES * group**2 if searched else 0
-    # H + lambda I and its factor; the weights in float32, and as often again on the way to the shifted ones.
-    shifting = stacked + 2 * square + (3 + (element_bytes < FLOAT32_BYTES)) * work if has_base_stream else 0
+    searching = stacked + work + square + group * num_rows * held + 2 * FLOAT32_BYTES * group**2 if searched else 0
+    # The factor; the weights in float32, and as often again on the way to the shifted ones.
+    shifting = stacked + square + (3 + (element_bytes < FLOAT32_BYTES)) * work if has_base_stream else 0
     solving, searching = (part + (work if has_base_stream and part else 0) for part in (solving, searching))
     factoring = columns**3 * (1 / 3 if solver == "r_form" else 5 / 3)
     sweeps = num_rows * columns * (columns + (NUM_CANDIDATES * group if searched else 0))
@@ -142,18 +140,19 @@ def sparsegpt_cost(
     num_rows, square = sum(rows), FLOAT32_BYTES * columns * columns
     largest = max(rows) * columns
     done = element_bytes * (num_rows * columns - largest)  # weights of the stack that are pruned already
-    # The damped Hessian and its factor beside the weight, its errors and its zeros; of one block what it is moved by, what it becomes, what
-    # that costs, and the count among equals in 8 bytes. Then beside the Hessian another of unit diagonal, and of the weight what is left,
-    # four arrays of the search for the best that it can be, and one product.
+    # The factor beside the weight, its errors and its zeros; of one block what it is moved by, what it becomes, what that costs, and the
+    # count among equals in 8 bytes. Then beside the factor the damped Hessian, another of unit diagonal, and of the weight what is left,
+    # four arrays of the search for the best that it can be, and one product. Then the pruned weight, and five arrays to measure its error.
     copies = 2 + (element_bytes < FLOAT32_BYTES)
     choosing = (4 * FLOAT32_BYTES + 8 + 2) * min(block_size, columns) * max(rows)
-    sweeping = 2 * square + (copies * FLOAT32_BYTES + 1) * largest + choosing
+    sweeping = square + (copies * FLOAT32_BYTES + 1) * largest + choosing
     refining = 3 * square + (8 * FLOAT32_BYTES + 1) * largest if refining_steps else 0
+    measuring = square + (copies * FLOAT32_BYTES + element_bytes + 1) * largest + 5 * FLOAT32_BYTES * min(ERROR_ROWS, max(rows)) * columns
     products = 2.0 * (refining_steps + 1 if refining_steps else 0) + 1.0 + (6.0 if has_base_stream else 0.0)
     return Cost(
         statistics_bytes=most_sums(num_tokens) * (panel_bytes(columns) + (square if has_base_stream else 0)),
         settled_bytes=2 * square if has_base_stream else square,
-        working_bytes=done + max(3 * square, sweeping, refining),
+        working_bytes=done + max(sweeping, refining, measuring),
         flops=float(num_tokens) * columns * columns * (3 if has_base_stream else 1) + columns**3 / 3 + products * num_rows * columns**2,
         num_columns=columns,
         num_roundings=num_rows * columns,

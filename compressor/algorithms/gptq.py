@@ -30,6 +30,7 @@ from compressor.numerics.scheme import QuantizationArgs
 
 Solver = Literal["r_form", "reference"]
 ActOrder = Literal["static", "weight", "group"]
+_MOVED_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -71,24 +72,28 @@ class DampedHessian:
 
     Attributes:
         order_C: [C] long, the order of rounding.
-        matrix_CC: [C, C] float32, in that order.
         dead_C: [C] bool, columns whose diagonal entry of H is zero, in their own order.
         name: dotted module names, for errors only.
     """
 
     def __init__(self, hessian_CC: Tensor, order_C: Tensor | None, damp_frac: float, name: str) -> None:
-        """Dampen; `order_C` None keeps the columns' own order. A NumericsError where the diagonal is not finite."""
+        """`order_C` None keeps the columns' own order; a NumericsError where the diagonal is not finite."""
         self.name = name
+        self._hessian_CC, self._damp_frac = hessian_CC, damp_frac
         self.order_C = order_C if order_C is not None else torch.arange(len(hessian_CC), device=hessian_CC.device)
         self.dead_C = hessian_CC.diagonal() == 0
-        self.matrix_CC = _damped(hessian_CC, self.order_C, damp_frac)
-        if not bool(torch.isfinite(self.matrix_CC.diagonal()).all()):  # a factor of infinity alone would pass for one
+        diagonal = hessian_CC.diagonal()
+        if not bool(torch.isfinite(diagonal + damp_frac * diagonal.mean()).all()):  # a factor of infinity alone would pass for one
             raise NumericsError(f"{name}: the diagonal of its Hessian holds NaN or infinity; its inputs are too large for float32")
+
+    def matrix(self) -> Tensor:
+        """Return [C, C] float32 in the order of rounding, made anew: its factor takes its place."""
+        return _damped(self._hessian_CC, self.order_C, self._damp_frac)
 
     @cached_property
     def factor(self) -> Factor:
         """Of the matrix; a NumericsError where it is not positive definite."""
-        return Factor.of(self.matrix_CC, self.name)
+        return Factor.of(self.matrix(), self.name)
 
     def ordered(self, weight_RC: Tensor) -> Tensor:
         """Return a weight as the column loop takes it, [C, R] float32; a copy."""
@@ -99,7 +104,7 @@ class DampedHessian:
         if solver == "r_form":
             codes_CR, loss_R = solve_r_form(work_CR, self.factor, columns, block_size)
         else:
-            codes_CR, loss_R = solve_reference(work_CR, self.matrix_CC, columns, block_size, self.name)
+            codes_CR, loss_R = solve_reference(work_CR, self.matrix(), columns, block_size, self.name)
         codes_RC = torch.empty_like(codes_CR)
         codes_RC[self.order_C] = codes_CR
         return codes_RC.t().contiguous(), loss_R
@@ -291,7 +296,9 @@ def _stacked_qparams(qparams: Sequence[QParams], rows: Sequence[int], args: Quan
 
 def _damped(hessian_CC: Tensor, order_C: Tensor, damp_frac: float) -> Tensor:
     """Return H + lambda I in the given order, lambda a share of the mean diagonal of live columns."""
-    H_CC = hessian_CC.index_select(0, order_C).index_select(1, order_C)
+    H_CC = torch.empty_like(hessian_CC)
+    for rows, own in zip(order_C.split(_MOVED_ROWS), H_CC.split(_MOVED_ROWS), strict=True):  # all at once would be one square more
+        torch.index_select(hessian_CC.index_select(0, rows), 1, order_C, out=own)
     diagonal = H_CC.diagonal()
     dead_C = diagonal == 0
     if num_dead := int(dead_C.sum()):

@@ -32,22 +32,33 @@ def checksum(tensor: Tensor) -> int:
             data = data.clone()
         num_words = data.numel() // 8
         words, rest = data[: num_words * 8].view(torch.int64), bytes(data[num_words * 8 :].tolist())
-        factors = _factors(data.device)
-        sums = [_mixed(chunk * factors[: chunk.numel()]).sum() for chunk in words.split(_CHUNK)] if num_words else []
         total = data.numel() ^ int.from_bytes(rest, "little")
-        for one in torch.stack(sums).tolist() if sums else ():
+        for one in _sums(words):
             total = ((total ^ (total >> 31)) * _MIX + one) & _MASK
         let_go([data])  # who compares all weights of a large model needs them one by one
     return total
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """Bring the upper bits down: else two flipped signs would cancel out."""
-    return words.bitwise_xor_(words >> 29)
+def _sums(words: Tensor) -> list[int]:
+    """One for each chunk, all through two buffers: of freed ones the heap would keep as many as chunks, small results between them."""
+    if not words.numel():
+        return []
+    factors, chunks = _factors(words.device), words.split(_CHUNK)
+    sums, products, upper = words.new_empty(len(chunks)), torch.empty_like(chunks[0]), torch.empty_like(chunks[0])
+    for chunk, one in zip(chunks, sums, strict=True):
+        size = chunk.numel()
+        product = torch.mul(chunk, factors[:size], out=products[:size])
+        torch.sum(_mixed(product, upper[:size]), 0, out=one)
+    return sums.tolist()
+
+
+def _mixed(words: Tensor, upper: Tensor) -> Tensor:
+    """Bring the upper bits down, by way of a buffer: else two flipped signs would cancel out."""
+    return words.bitwise_xor_(torch.bitwise_right_shift(words, 29, out=upper))
 
 
 @cache
 def _factors(device: torch.device) -> Tensor:
     numbers = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * -7046029254386353131
     numbers.bitwise_xor_(numbers >> 32).mul_(-4417276706812531889)
-    return _mixed(numbers) | 1
+    return _mixed(numbers, torch.empty_like(numbers)) | 1

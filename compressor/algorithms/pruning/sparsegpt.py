@@ -81,7 +81,8 @@ def prune_sparsegpt(
         wanted_RC = weight.float() if shift_CC is None else shifted_weights(weight, shift_CC, damped)
         zeros_CR = (weight == 0).t().contiguous() if keep_zeros else None
         kept_CR, gone_CR = _pass(wanted_RC.t().contiguous(), damped.factor, sparsity, pattern, block_size, zeros_CR)
-        kept_CR = refined(kept_CR, wanted_RC.t(), gone_CR, damped.matrix_CC, refining_steps)
+        if refining_steps:
+            kept_CR = refined(kept_CR, wanted_RC.t(), gone_CR, damped.matrix(), refining_steps)
         pruned_RC = kept_CR.t().to(weight.dtype).contiguous()
         results.append(PrunedWeight(pruned_RC, relative_output_error(wanted_RC, pruned_RC, hessian_CC)))
     return results
@@ -144,13 +145,11 @@ def refined(kept_CR: Tensor, wanted_CR: Tensor, gone_CR: Tensor, matrix_CC: Tens
         wanted_CR: [C, R] float32, what they stand for.
         gone_CR: [C, R] bool.
         matrix_CC: [C, C] float32, damped Hessian.
-        steps: at most; 0 returns what came in.
+        steps: at most.
 
     Returns:
         [C, R], zeros as they were.
     """
-    if steps == 0:
-        return kept_CR
     scale_C1 = matrix_CC.diagonal().rsqrt()[:, None]  # of a system whose diagonal is one
     scaled_CC = matrix_CC * scale_C1 * scale_C1.t()
     residual_CR = (scaled_CC @ ((wanted_CR - kept_CR) / scale_C1)).masked_fill_(gone_CR, 0.0)

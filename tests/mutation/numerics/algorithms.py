@@ -50,8 +50,8 @@ BUGS: tuple[Mutant, ...] = (
         "the weights that are kept stay where the pass has left them",
         "SparseGPT",
         _SPARSE + "prune_sparsegpt",
-        "damped.matrix_CC, refining_steps)",
-        "damped.matrix_CC, 0)",
+        "damped.matrix(), refining_steps)",
+        "damped.matrix(), 0)",
     ),
     _bug(
         "blind_to_earlier_blocks",

@@ -15,7 +15,7 @@ _PATTERN = "sparsifier.pattern"
 PRUNER_MUTANTS: tuple[Mutant, ...] = (
     bug("errors_with_the_wrong_sign", "sparsegpt", "columns behind a zero move away from what would make good", _RANDOM,
         Edit(_SPARSE + "_settle", "moved_R.neg_()", "moved_R.clone()"),
-        Edit(_SPARSE + "prune_sparsegpt", "damped.matrix_CC, refining_steps)", "damped.matrix_CC, 0)")),
+        Edit(_SPARSE + "prune_sparsegpt", "damped.matrix(), refining_steps)", "damped.matrix(), 0)")),
     bug("dearest_goes", "sparsegpt", "the weights that cost most go", _RANDOM,
         Edit(_SPARSE + "_choose", "running_BR.mul_(diag_B[:, None]).square_()",
              "running_BR.mul_(diag_B[:, None]).square_().neg_().add_(1e6)")),
