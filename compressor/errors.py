@@ -88,7 +88,7 @@ class CalibrationError(CompressorError, RuntimeError):
 
 
 class OutOfMemoryError(CompressorError, MemoryError):
-    """Memory ran out in a stage of the run."""
+    """Memory ran out in a stage of the run, or cannot suffice."""
 
 
 class TracingError(CompressorError, RuntimeError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,23 @@ _PAGEMAP = Path("/proc/self/pagemap")  # a word of 64 bits for each page; Linux
 _ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 _SMALL_BYTES = 1 << 20  # of a tensor that is not worth a look
+
+
+def address_space_left(sizes: Path = Path("/proc/self/statm")) -> int:
+    """Say how much more this process may map, whether it is ever read or not.
+
+    Args:
+        sizes: what the process has, in pages: all of it first, its data sixth.
+
+    Returns:
+        Bytes that `ulimit -v` and `ulimit -d` leave, a very large number without limits; weights that are mapped count in both.
+    """
+    limits = {place: resource.getrlimit(kind)[0] for place, kind in ((0, resource.RLIMIT_AS), (5, resource.RLIMIT_DATA))}
+    limited = {place: limit for place, limit in limits.items() if limit != resource.RLIM_INFINITY}
+    if not limited or not sizes.exists():
+        return 1 << 62
+    pages = sizes.read_text(encoding="ascii").split()
+    return max(0, min(limit - int(pages[place]) * mmap.PAGESIZE for place, limit in limited.items()))
 
 
 def let_go(tensors: Iterable[Tensor]) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from compressor.errors import ModelError
+from compressor.errors import ModelError, OutOfMemoryError
 from compressor.json_text import from_json
 from compressor.model.hub import DEFAULT_REVISION, Origin, fetch, split_name
+from compressor.pages import address_space_left
 
 _SINGLE_FILE, _INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -201,6 +202,25 @@ def check_weight_files(folder: Path) -> None:
         raise ModelError(f"{folder}: {len(missing)} of {len(names)} weight files are missing ({some(missing)}); fetch the folder again")
     for name in names:
         _check_header(folder / name)
+
+
+def check_address_space(folder: Path) -> None:
+    """Say before anything is mapped that there is no room for it.
+
+    Args:
+        folder: folder of a model in the layout of transformers; files that are missing are somebody else's concern.
+
+    Raises:
+        OutOfMemoryError: the limits of this process leave less than all weight files together.
+    """
+    sizes = [path.stat().st_size for path in (folder / name for name in weight_files(folder)) if path.is_file()]
+    needed, left = sum(sizes) + max(sizes, default=0), address_space_left()  # safetensors maps a file twice while it opens it
+    if needed > left:
+        raise OutOfMemoryError(
+            f"{folder}: its weight files are mapped, which takes {needed / 1e6:,.1f} MB of address space, and the limits of this process "
+            f"(ulimit -v, ulimit -d) leave {left / 1e6:,.1f} MB; raise them, or limit what is resident instead (a control group), where "
+            "mapped files count only while they are read"
+        )
 
 
 def some(names: Iterable[str]) -> str:

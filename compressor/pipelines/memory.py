@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import resource
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from compressor.errors import CompressorError, OutOfMemoryError
+from compressor.pages import address_space_left
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 
@@ -27,12 +27,12 @@ def free_bytes(device: torch.device) -> int:
 
     Returns:
         Bytes: on a GPU what the driver and torch's allocator have left; in main memory what is available to this process, within the limits
-        of its control group and of its address space.
+        of its control groups and of its address space.
     """
     if device.type == "cuda":
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + reserved
-    return min(_available_bytes(), _control_group_bytes(), _address_space_bytes())
+    return min(_available_bytes(), _control_group_bytes(), address_space_left())
 
 
 def _available_bytes() -> int:
@@ -44,21 +44,41 @@ def _available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _control_group_bytes(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """What a container may still take (cgroup version 2); a very large number where there is no limit."""
-    limit, used = root / "memory.max", root / "memory.current"
-    if not limit.exists() or not used.exists():
-        return 1 << 62
-    text = limit.read_text(encoding="ascii").strip()
-    return 1 << 62 if text == "max" else max(0, int(text) - int(used.read_text(encoding="ascii")))
+class _GroupFiles(NamedTuple):
+    """How a version of control groups names its limit, what is used, and, in memory.stat, pages of files."""
+
+    limit: str
+    used: str
+    files: tuple[str, ...]
 
 
-def _address_space_bytes(status: Path = Path("/proc/self/statm")) -> int:
-    """What `ulimit -v` leaves; a very large number where there is no limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY or not status.exists():
+_VERSION_1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
+_VERSION_2 = _GroupFiles("memory.max", "memory.current", ("inactive_file", "active_file"))
+
+
+def _control_group_bytes(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int:
+    """What the control groups of this process, and those above them, leave; a very large number where there is no limit.
+
+    Pages of files count as used there, mapped weights among them, but go as soon as something else needs the room.
+    """
+    left = [1 << 62]
+    for line in membership.read_text(encoding="utf-8").splitlines() if membership.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        files, top = (_VERSION_1, root / "memory") if controllers else (_VERSION_2, root)
+        groups = [top / path.lstrip("/"), *(top / path.lstrip("/")).parents]
+        left += [_group_bytes(group, files) for group in groups if group.is_relative_to(top) and (group / files.limit).exists()]
+    return min(left)
+
+
+def _group_bytes(folder: Path, files: _GroupFiles) -> int:
+    limit = (folder / files.limit).read_text(encoding="ascii").strip()
+    if limit == "max":
         return 1 << 62
-    return max(0, limit - int(status.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE"))
+    counts = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+    used = int((folder / files.used).read_text(encoding="ascii")) - sum(int(counts[name]) for name in files.files)
+    return max(0, int(limit) - used)
 
 
 # The allocator of glibc raises the size from which on it maps blocks of their own each time such a block is freed, up to 32 MB.

@@ -20,6 +20,7 @@ from torch import nn
 
 from compressor.errors import ModelError
 from compressor.model.folder import (
+    check_address_space,
     check_no_revision,
     check_not_quantized,
     check_weight_files,
@@ -106,6 +107,7 @@ def load_model(
     Raises:
         ModelError: the folder is missing, incomplete or damaged, lacks weights that the class needs, is quantized already, or the
             model in memory is; or dtype, class or revision was given for a model in memory; or the hub does not give it.
+        OutOfMemoryError: the limits of the process leave no room to map the folder's files.
     """
     if isinstance(source, nn.Module):
         check_in_memory(source, dtype=dtype, model_class=model_class, revision=revision)
@@ -118,6 +120,7 @@ def load_model(
     folder = found.path
     config = read_config(folder if config_folder is None else Path(config_folder))
     check_not_quantized(config, str(folder))
+    check_address_space(folder)
     check_weight_files(folder)
     read_generation_config(folder)
     loader = resolve_class(model_class)

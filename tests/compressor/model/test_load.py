@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from compressor.errors import ModelError
+from compressor.errors import ModelError, OutOfMemoryError
 from compressor.model.checkpoints.load import load_compressed
 from compressor.model.checkpoints.save import save_checkpoint
 from compressor.model.loading.empty import load_empty
@@ -206,6 +207,12 @@ def test_a_damaged_generation_config_is_named_by_all_who_read_a_folder(content, 
         with pytest.raises(ModelError, match=told) as caught:
             load(source_dir)
         assert str(caught.value).startswith(f"{path}: ") and str(caught.value).endswith("; restore the file")
+
+
+def test_weights_that_the_limits_leave_no_room_to_map_are_refused_first(source_dir, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 20, resource.RLIM_INFINITY))
+    with pytest.raises(OutOfMemoryError, match=r"are mapped, which takes [\d.]+ MB .*\(ulimit -v, ulimit -d\) leave 0.0 MB"):
+        load_model(source_dir)
 
 
 @pytest.mark.parametrize("source", ["Llama-2-7b", "{tmp}/nowhere", "{tmp}/source/config.json"])

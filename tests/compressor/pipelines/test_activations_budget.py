@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from compressor.errors import OutputError, TargetError, UserInputError
+from compressor.pages import address_space_left
 from compressor.pipelines import SequentialSettings, memory
 from compressor.pipelines.memory import free_bytes
 from compressor.pipelines.offload import activation_store
@@ -49,24 +50,41 @@ def test_gpu_memory_is_not_granted_where_there_is_none() -> None:
         open_store(nn.Linear(2, 2), CPU, activation_device_memory="4GB")
 
 
-def test_free_memory_obeys_the_limit_of_the_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_obeys_the_limits_of_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < free_bytes(CPU) < 1 << 50
-    (tmp_path / "memory.max").write_text("5000\n")
-    (tmp_path / "memory.current").write_text("2000\n")
-    assert memory._control_group_bytes(tmp_path) == 3000
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory._control_group_bytes(tmp_path) > 1 << 60
+    membership, slice_ = tmp_path / "cgroup", tmp_path / "user.slice"
+    membership.write_text("4:memory:/box\n3:cpu:/\n0::/user.slice/run.scope\n")
+    _limit(slice_, "max", "memory.current", "2000", file=0)
+    assert memory._control_group_bytes(tmp_path, membership) > 1 << 60
+    _limit(slice_, "5000", "memory.current", "2000", file=500)  # pages of mapped weights make room when somebody needs it
+    assert memory._control_group_bytes(tmp_path, membership) == 4000
+    _limit(slice_ / "run.scope", "2500", "memory.current", "2000", file=0)
+    assert memory._control_group_bytes(tmp_path, membership) == 500
+    _limit(tmp_path / "memory", "3000", "memory.usage_in_bytes", "2700", file=50)  # version 1, seen from inside of a container
+    assert memory._control_group_bytes(tmp_path, membership) == 400
     monkeypatch.setattr(memory, "_control_group_bytes", lambda: 3000)
     assert free_bytes(CPU) == 3000
 
 
-def test_free_memory_obeys_the_limit_of_the_address_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "statm").write_text("10 5 1 1 0 1 0\n")
+def _limit(folder: Path, limit: str, used_file: str, used: str, file: int) -> None:
+    """A control group of either version, told by the name of the file for what is used."""
+    folder.mkdir(exist_ok=True)
+    is_second = used_file == "memory.current"
+    (folder / ("memory.max" if is_second else "memory.limit_in_bytes")).write_text(f"{limit}\n")
+    (folder / used_file).write_text(f"{used}\n")
+    total = "" if is_second else "total_"
+    (folder / "memory.stat").write_text(f"file 9\n{total}inactive_file {file}\n{total}active_file {file}\n")
+
+
+@pytest.mark.parametrize(("limited", "left"), [(resource.RLIMIT_AS, 20), (resource.RLIMIT_DATA, 26)])
+def test_free_memory_obeys_the_limits_of_what_is_mapped(limited: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "statm").write_text("10 5 1 1 0 4 0\n")
     page = os.sysconf("SC_PAGE_SIZE")
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (30 * page, resource.RLIM_INFINITY))
-    assert memory._address_space_bytes(tmp_path / "statm") == 20 * page
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert memory._address_space_bytes(tmp_path / "statm") > 1 << 60
+    limits = {limited: 30 * page}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits.get(which, resource.RLIM_INFINITY), resource.RLIM_INFINITY))
+    assert address_space_left(tmp_path / "statm") == left * page
+    limits.clear()
+    assert address_space_left(tmp_path / "statm") > 1 << 60
 
 
 def test_by_default_three_quarters_of_free_memory_are_granted(monkeypatch: pytest.MonkeyPatch) -> None:
