@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import add
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +27,11 @@ from compressor.numerics.part_sums import NUM_PARTS, PartSum, add_parts
 T = TypeVar("T")
 _NO_LIMIT = timedelta(days=30)  # one rank may solve, or write, for long; whether it lives is for the watch to say
 _PIECE = 1 << 22  # numbers that come together at once, from every rank
-_LONGEST_PAUSE = 1e-3  # seconds between two looks at whether a collective is done
+# Seconds between two looks at whether a collective is done, and by how much longer each: a fifth of the wait so far, however short it is.
+_LONGEST_PAUSE, _SHORTEST_PAUSE, _GROWTH = 1e-2, 1e-5, 1.2
+# Texts are sent with their length before them, and what is short, as most are, in one collective instead of two.
+_LENGTH_BYTES, _HEAD_BYTES = 8, 1 << 12
+_IN_HEAD = _HEAD_BYTES - _LENGTH_BYTES
 
 
 class Ranks:
@@ -89,17 +94,10 @@ class Ranks:
         if self.size == 1:
             return value
         text, tensors = written(value) if self.rank == source else (b"", [])
-        length = torch.tensor([len(text)], dtype=torch.int64)
-        self._wait(dist.broadcast(length, group=self._group, group_src=source, async_op=True))
-        head = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(int(length), dtype=torch.uint8)
-        self._wait(dist.broadcast(head, group=self._group, group_src=source, async_op=True))
-        skeleton = None
-        if self.rank != source:
-            skeleton, tensors = blanks(bytes(head.tolist()), self.device)
-        for tensor in tensors:
-            if tensor.numel():
-                self._wait(dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=self._group, group_src=source, async_op=True))
-        return value if self.rank == source else read(skeleton, tensors, types)
+        head = self._bytes_of(source, _head(text), _HEAD_BYTES)
+        if (length := _length(head)) > _IN_HEAD:
+            head += self._bytes_of(source, text[_IN_HEAD:], length - _IN_HEAD)
+        return self._tensors_of(source, value, tensors, _text(head), types)
 
     def gather(self, value: Any, types: Sequence[type] = ()) -> list[Any]:
         """Give the values of all ranks to all.
@@ -111,7 +109,13 @@ class Ranks:
         Returns:
             By rank.
         """
-        return [self.broadcast(value, source, types) for source in range(self.size)]
+        if self.size == 1:
+            return [value]
+        text, tensors = written(value)
+        heads = self._bytes_of_all(_head(text), _HEAD_BYTES)
+        if (longest := max(map(_length, heads))) > _IN_HEAD:
+            heads = list(map(add, heads, self._bytes_of_all(text[_IN_HEAD:], longest - _IN_HEAD)))
+        return [self._tensors_of(source, value, tensors, _text(head), types) for source, head in enumerate(heads)]
 
     def first(self, work: Callable[[], Any], types: Sequence[type] = ()) -> Any:
         """Do something on the first rank alone.
@@ -195,6 +199,27 @@ class Ranks:
             if owner is None:
                 one.replace(self.broadcast(found, target))
 
+    def _bytes_of(self, source: int, own: bytes, size: int) -> bytes:
+        """Give bytes of one rank to all; what the others hand in is not looked at."""
+        data = _padded(own, size)
+        self._wait(dist.broadcast(data, group=self._group, group_src=source, async_op=True))
+        return data.numpy().tobytes()
+
+    def _bytes_of_all(self, own: bytes, size: int) -> list[bytes]:
+        """Give bytes of every rank to all."""
+        data = _padded(own, size)
+        room = [torch.empty_like(data) for _ in range(self.size)]
+        self._wait(dist.all_gather(room, data, group=self._group, async_op=True))
+        return [one.numpy().tobytes() for one in room]
+
+    def _tensors_of(self, source: int, value: Any, tensors: list[Tensor], text: bytes, types: Sequence[type]) -> Any:
+        """Give the tensors of a value to all that have its text, and put it together there."""
+        skeleton, room = (None, tensors) if source == self.rank else blanks(text, self.device)
+        for tensor in room:
+            if tensor.numel():
+                self._wait(dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=self._group, group_src=source, async_op=True))
+        return value if source == self.rank else read(skeleton, room, types)
+
     def _added(self, one: PartSum, held: Sequence[Any], target: int) -> list[Tensor]:
         """Bring the arrays of a sum together on one rank, a piece of them at a time; nothing on the others."""
         kinds: list[Any] = next((spans[0][1] for spans in held if spans), [])
@@ -221,18 +246,34 @@ class Ranks:
 
     def _wait(self, work: Any) -> None:
         """Wait for a collective; not longer than all ranks live."""
-        pause = 0.0
+        pause = _SHORTEST_PAUSE
         try:
             while not work.is_completed():
                 self.check()
                 time.sleep(pause)
-                pause = min(_LONGEST_PAUSE, pause + 1e-5)
+                pause = min(_LONGEST_PAUSE, _GROWTH * pause)
             work.wait()
         except RankError:
             raise
         except RuntimeError as error:
             assert self._watch is not None
             raise self._watch.explain(error) from error
+
+
+def _head(text: bytes) -> bytes:
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text[:_IN_HEAD]
+
+
+def _length(head: bytes) -> int:
+    return int.from_bytes(head[:_LENGTH_BYTES], "little")
+
+
+def _text(sent: bytes) -> bytes:
+    return sent[_LENGTH_BYTES : _LENGTH_BYTES + _length(sent)]
+
+
+def _padded(own: bytes, size: int) -> Tensor:
+    return torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 def _kind(tensor: Tensor) -> list[Any]:
