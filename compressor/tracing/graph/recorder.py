@@ -236,8 +236,8 @@ class Recorder(TorchFunctionMode):
             old = module.__dict__.get(name)
             if isinstance(value, int | float | str) and isinstance(old, int | float | str) and plain(old) != plain(value):
                 raise self.builder.refuse(
-                    f"{self.builder.names[id(module)] or 'the model'}.{name} goes from {plain(old)!r} to {plain(value)!r}: state that one "
-                    'batch leaves to the next cannot be in a graph; keep it out of forward, or use engine="suspend"'
+                    f"{self.builder.names[id(module)] or 'the model'}.{name} goes from {plain(old)!r} to {plain(value)!r} outside of "
+                    'targets, where batches take turns and another would see it; keep it out of forward, or use engine="suspend"'
                 )
             target, args = (set_attribute, ()) if persistent is None else (set_buffer, (persistent,))
             given = (self.encoder.constant(module), name, self.encoder.encode(value), *args)
