@@ -116,6 +116,7 @@ def talk(folder: Path) -> dict[str, Any]:
             "scales": [isinstance(value[1], QParams) and value[1].zero_point is None for value in values],
             "solved": solved,
             "first": ranks.first(lambda: ranks.rank),
+            "long": [len(text) for text in [*ranks.gather("x" * 4000 * ranks.rank), ranks.first(lambda: "\u00e9" * 5000)]],
             "union": ranks.union(["all", f"only {ranks.rank}"]),
             "owned": _summed(ranks, ranks.size - 1),
             "everywhere": _summed(ranks, None),

@@ -76,6 +76,7 @@ def test_ranks_tell_each_other_values_and_add_up_in_one_order(tmp_path: Path) ->
     assert codes == [0] * 4
     for rank, told in enumerate(results):
         assert told["ranks"] == [0, 1, 2, 3] and told["first"] == 0
+        assert told["long"] == [0, 4000, 8000, 12000, 5000]
         assert told["halves"] == [6 * (other + 0.5) for other in range(4)]
         assert told["rest"] == [[None, True, "x"]] * 4 and told["scales"] == [True] * 4
         assert told["solved"] == [[0, 2], [1, 0], [2, 1]]  # the most expensive first

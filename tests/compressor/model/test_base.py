@@ -87,6 +87,20 @@ def test_a_checksum_tells_accidents(name: str, size: int) -> None:
         assert checksum(values) != before
 
 
+def test_a_checksum_takes_no_more_memory_for_more_bytes() -> None:
+    """Freed buffers stay on the heap where small results lie between them: as much again as the tensor."""
+
+    def allocations(size: int) -> int:
+        values = torch.zeros(size)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            checksum(values)
+        assert profile.profiler is not None and profile.profiler.kineto_results is not None
+        return sum(event.name() == "[memory]" and event.nbytes() > 1 << 16 for event in profile.profiler.kineto_results.events())
+
+    allocations(1)  # the factors are made once
+    assert 0 < allocations(1 << 19) == allocations(1 << 21)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_checksum_reads_bytes_of_every_dtype(dtype: torch.dtype) -> None:
     raw = torch.arange(48, dtype=torch.uint8) % 2 if dtype is torch.bool else torch.arange(48, dtype=torch.uint8)

@@ -302,7 +302,7 @@ class Asking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(100, 128)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 128)) for _ in range(2))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -315,7 +315,7 @@ def test_what_cannot_be_followed_is_guessed_and_said(folder: Path) -> None:
     made = plan(Asking(), recipe=NO_HEAD, num_calibration_samples=8, max_seq_length=32, sequential_targets=["Sequential"])
     assert made.estimate.basis.startswith("a guess from the shapes of the weights")
     stage = next(stage for stage in made.estimate.stages if stage.name == "layers.1")
-    assert stage.statistics_bytes == 4 * 256**2  # the wider solve is the worst moment
+    assert stage.statistics_bytes == 4 * 512**2  # the wider solve is the worst moment
     assert stage.activations_bytes == 8 * 32 * (128 * 4 + 8)
 
 
