@@ -12,6 +12,8 @@ import pytest
 
 _ROOT = Path(__file__).parent
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the hub; where it cannot be reached, each name is asked for again for 20 s
+
 # In a source tree that is not installed pytest does not find the plugin by itself; loading it twice is an error.
 _INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
 pytest_plugins = ["pytester", *([] if _INSTALLED else ["harness.plugin"])]
