@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -199,6 +200,7 @@ class State:
     def __post_init__(self) -> None:
         """Refuse a seed that no generator takes; note which modules the model holds in several places."""
         self._other_names = other_names(self.model)
+        self._placed: dict[str, tuple[nn.Module, WeakSet[nn.Module]]] = {}  # what stands by a name, and what stood there before
         if not -(2**63) <= self.seed < 2**64:
             raise UserInputError(f"seed: {self.seed} was given, and torch takes whole numbers from -2**63 to 2**64 - 1; give one of them")
 
@@ -320,11 +322,33 @@ class State:
         new.train(old.training)
         hand_over_hooks(old, new)
         put_module(self.model, name, new, self._other_names)
+        self._placed.setdefault(name, (new, WeakSet()))[1].add(old)
+        self._placed[name] = (new, self._placed[name][1])
         self.touch([name])
         let_go(old.parameters(recurse=False))  # nobody else knows them any more
         if self.keep_originals:
             # The first is the model's own; what is replaced later is a modifier's work.
             self.originals.setdefault(name, old)
+
+    def place_again(self) -> None:
+        """Put what has taken a module's place there again, where the model holds the old one. Changes the model.
+
+        A forward may put another module around the parts of one (BigBird's attention for short sequences). What is replaced meanwhile stands
+        in the other one, which goes when the run takes back what its forwards did.
+
+        Raises:
+            TargetError: something else stands there, so that what was done to the module is lost.
+        """
+        held = dict(self.model.named_modules(remove_duplicate=False))
+        for name, (new, olds) in self._placed.items():
+            now = held.get(name)
+            if now in olds:
+                put_module(self.model, name, new, self._other_names)
+            elif now is not new and not any(above in self._placed for above in _above(name)):
+                raise TargetError(
+                    f"{name}: what a modifier has put there is gone, for the model's own forward exchanges modules around it; use "
+                    'pipeline="basic", or ignore it'
+                )
 
     def swap_module(self, name: str, new: nn.Module) -> None:
         """Put `new` in the place of a module whose tensors it shares. Changes the model.
@@ -410,6 +434,7 @@ class State:
 
     def restore_originals(self) -> None:
         """Put every kept original back, the latest first, and forget them. Changes the model."""
+        self._placed.clear()
         # Latest first: an inner module may have been replaced before the one around it.
         for name in reversed(tuple(self.originals)):
             put_module(self.model, name, self.originals.pop(name), self._other_names)
@@ -421,6 +446,12 @@ class State:
         while self.settings:
             setattr(*self.settings.pop())
         self.swapped.clear()
+
+
+def _above(name: str) -> Iterable[str]:
+    """The names of the modules around one."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _span(start: float, end: float) -> str:

@@ -96,6 +96,7 @@ def _run(
     else:
         cut, uncalled, called, rewritten = _run_stages(session, data, progress, settings, journal, weights)
         journal.end_stages(session, uncalled)
+        state.place_again()
     _send_rest(session, cut, uncalled)
     session.send(EventType.CALIBRATION_END)
     with calibration_mode(state):

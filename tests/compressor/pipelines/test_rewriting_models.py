@@ -140,3 +140,48 @@ def test_basic_runs_each_batch_on_the_model_as_given_whatever_the_batch_before_c
         assert model.get_buffer("scale") == 1
         results.append(float_layer(model.layers[1][0]).weight)
     assert torch.allclose(*results), "the order of the batches does not count"
+
+
+class Around(nn.Module):
+    def __init__(self, query: nn.Module) -> None:
+        super().__init__()
+        self.query = query
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.query(x)
+        return value
+
+
+class Exchanging(nn.Module):
+    """Puts another module around a layer for good, as BigBird does for short sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.out, self.is_full = Around(nn.Linear(16, 16)), nn.Linear(16, 16), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_full:
+            self.attention, self.is_full = Around(self.attention.query), True
+        return x + self.out(self.attention(x))  # type: ignore[no-any-return]
+
+
+class Exchanged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(64, 16), nn.ModuleList([Exchanging(), Exchanging()])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("way", ["auto", "graph", "suspend", "basic"])
+def test_what_a_forward_moves_to_another_place_is_compressed_where_it_was(way: str) -> None:
+    torch.manual_seed(0)
+    model = Exchanged().eval()
+    result = oneshot(model, recipe=recipe(), dataset=rows(), **WAYS[way])
+    assert len(result.report.modules) == 4
+    assert all(isinstance(model.get_submodule(name), QuantizedLayer) for name in result.report.modules)
+    assert not any(layer.is_full for layer in model.layers)  # type: ignore[union-attr]
