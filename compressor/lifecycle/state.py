@@ -333,7 +333,7 @@ class State:
     def place_again(self) -> None:
         """Put what has taken a module's place there again, where the model holds the old one. Changes the model.
 
-        A forward may put another module around the parts of one (BigBird's attention for short sequences). What is replaced meanwhile stands
+        A forward may put another module around the parts of one (BigBird's attention on short rows). What is replaced meanwhile stands
         in the other one, which goes when the run takes back what its forwards did.
 
         Raises:
