@@ -7,13 +7,15 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import select
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TextIO
 
 import rich.console
+from rich.segment import Segment
 
 from compressor.interruption import ended_by_sigterm
 
@@ -32,9 +34,44 @@ class Console(rich.console.Console):
         if kwargs.get("width") is None and "COLUMNS" not in os.environ and not self.is_terminal:
             self.width = _FILE_WIDTH
 
+    def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """Render as rich does, with what only a terminal would obey shown."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else visible(text), style, control)
+
     def on_broken_pipe(self) -> None:
         """Let the command end as behind `print` (compressor/console.py)."""
         raise BrokenPipeError
+
+
+# Names of tensors, modules and files come from checkpoints of others, and a terminal obeys what it finds in them.
+
+_OBEYED = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")  # controls but tab and line feed; turned text
+
+
+def visible(text: str) -> str:
+    """Write out what a terminal would obey and nobody would see.
+
+    Args:
+        text: to be printed, of one line or more.
+
+    Returns:
+        The text, with control characters and changes of direction as `\\u001b`, which JSON reads back.
+    """
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class _Visible:
+    """A standard stream on which everything is visible, but for the colours of rich, which writes to what it finds under this name."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        return self.rich_proxied_file.write(visible(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
 
 
 class Parser(argparse.ArgumentParser):
@@ -154,7 +191,7 @@ def with_output(name: str, run: Callable[[], int], failed: int) -> int:
             setattr(sys, stream, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     try:
         try:
-            with ended_by_sigterm():
+            with ended_by_sigterm(), _visible_streams():
                 return run()
         finally:  # also behind the help of argparse, which exits: what is left in the buffer would fail where nobody can say so
             sys.stdout.flush()
@@ -169,6 +206,15 @@ def with_output(name: str, run: Callable[[], int], failed: int) -> int:
             return EXIT_CLOSED_PIPE
         print(f"{name}: error: standard output: it cannot be written ({reason}); make room or write elsewhere", file=sys.stderr)
         return failed
+
+
+@contextmanager
+def _visible_streams() -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in ("stdout", "stderr"):
+            stack.callback(setattr, sys, name, getattr(sys, name))
+            setattr(sys, name, _Visible(getattr(sys, name)))
+        yield
 
 
 def _broken(error: OSError) -> str | None:

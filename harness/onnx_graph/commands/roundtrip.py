@@ -113,7 +113,13 @@ def _installed() -> list[str]:
 
 def _show_progress(row: RoundTripRow) -> None:
     if sys.stderr.isatty():
-        print(f"\x1b[K{row.exporter} {row.optimizer}: {row.result.holding.value}\r", file=sys.stderr, end="")
+        from rich.control import Control
+        from rich.segment import ControlType
+
+        from compressor.console import Console
+
+        start, end = Control((ControlType.ERASE_IN_LINE, 0)), Control(ControlType.CARRIAGE_RETURN)
+        Console(file=sys.stderr, highlight=False).print(start, f"{row.exporter} {row.optimizer}: {row.result.holding.value}", end, end="")
 
 
 def _print(rows: Sequence[RoundTripRow]) -> None:

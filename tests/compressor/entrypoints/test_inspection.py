@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.table import Table
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import load_compressed, oneshot
 from compressor.cli.main import main
+from compressor.console import Console
 from compressor.entrypoints.inspection import inspect_checkpoint
 from compressor.errors import ModelError
 
@@ -117,3 +120,19 @@ def test_a_record_with_a_part_of_another_kind_is_named_and_one_without_says_so(b
         record.write_text(text)
         assert main(["inspect", str(base)]) == 0
         assert said in capsys.readouterr().out
+
+
+def test_what_a_terminal_would_obey_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "red\x1b[31m \x9b2J\u202egnp"
+    save_file({f"{name}.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert main(["inspect", str(tmp_path), "--modules"]) == 0
+    printed = capsys.readouterr().out
+    assert r"red\u001b[31m \u009b2J\u202egnp" in printed and not set("\x1b\x9b\u202e") & set(printed)
+    assert main(["inspect", str(tmp_path), "--modules", "--json"]) == 0
+    assert repr(name)[1:-1] in str(json.loads(capsys.readouterr().out))
+    assert main(["inspect", str(tmp_path / name)]) == 1 and "\x1b" not in capsys.readouterr().err
+    table = Table("module")
+    table.add_row(name)
+    Console(force_terminal=True).print(table, name, style="red")
+    assert "\x1b[31m" in (shown := capsys.readouterr().out) and shown.count(r"red\u001b") == 2
