@@ -149,8 +149,10 @@ def unquantized_linears(model: nn.Module) -> list[str]:
 
 
 def _is_router(module: nn.Module) -> bool:
+    if _ROUTER.search(type(module).__name__) is None:
+        return False  # before the weight is asked for, which a quantized layer would unpack, and a whole model with it
     weight = getattr(module, "weight", None)
-    return _ROUTER.search(type(module).__name__) is not None and isinstance(weight, torch.Tensor) and weight.ndim == 2
+    return isinstance(weight, torch.Tensor) and weight.ndim == 2
 
 
 def stored_names(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
