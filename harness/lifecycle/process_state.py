@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.driving.shared_code import SharedCode
 from harness.lifecycle.driving.snapshot import CLASSES, GLOBAL_HOOKS, SHARED, added_names, umask
+from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS, attribute
 
 # Random numbers in the harness: its own leave the caller's alone, and those that only make a module are told from all others.
 #
@@ -187,15 +188,10 @@ def _collect(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
 
 
-def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
-
-
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_default_device, torch.set_default_device),
     (_autocast, _set_autocast),
@@ -208,14 +204,8 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (lambda: dict(numpy.geterr()), lambda value: numpy.seterr(**value)),
     (lambda: dict(vars(torch._tensor_str.PRINT_OPTS)), lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value)),
     (lambda: bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0), torch.set_flush_denormal),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    _attribute(sys, "excepthook"),
-    _attribute(logging.root, "level"),
-    _attribute(logging.root.manager, "disable"),
-    _attribute(torch.backends.cudnn, "enabled"),
-    _attribute(torch.backends.cudnn, "benchmark"),
-    _attribute(torch.backends.cudnn, "deterministic"),
-    _attribute(torch.backends.mkldnn, "enabled"),
+    *TORCH_SETTINGS.values(),
+    attribute(sys, "excepthook"),
+    attribute(logging.root, "level"),
+    attribute(logging.root.manager, "disable"),
 )

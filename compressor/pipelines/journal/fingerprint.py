@@ -26,6 +26,7 @@ from compressor.lifecycle import Report
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel
 from compressor.numerics.half_products import slow_dtypes
+from compressor.numerics.precision import matmul_precision
 from compressor.pipelines.settings import SequentialSettings
 
 Fingerprint = dict[str, Any]
@@ -235,7 +236,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "kernel": "torch" if kernel is None else kernel.name,
         "half_products": "float32" if device.type == "cpu" and slow_dtypes() else "native",
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "float32_matmul_precision": matmul_precision(device),
         "environment": {name: os.environ[name] for name in _DECIDES_SUMS if name in os.environ},
     }
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from compressor.numerics.precision import float32_precisions, set_float32_precisions
 from compressor.tracing.symbolic import is_symbolic, plain
 
 # The modes of torch that a call is made in: they steer what it computes, and are noted beside every node.
@@ -33,7 +34,7 @@ def set_parametrizations_cached(number: int) -> None:
 # What context managers of torch exchange for the whole process: how to ask, and how to set it.
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (float32_precisions, set_float32_precisions),
     (_mha.get_fastpath_enabled, _mha.set_fastpath_enabled),
     (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
     (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.numerics.precision import float32_precisions
 from compressor.training.guards.containers import (
     TABLES,
     all_modules,
@@ -117,7 +118,7 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
     yield "deterministic algorithms", torch.are_deterministic_algorithms_enabled()
     yield "autocast", (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
     yield "default dtype", torch.get_default_dtype()
-    yield "matmul precision", torch.get_float32_matmul_precision()
+    yield "matmul precision", float32_precisions()
     yield "grad mode", torch.is_grad_enabled()
     yield "anomaly detection", looks_for_nan()
     yield "attention kernels and mkldnn", backends()
@@ -242,7 +243,7 @@ class Identities:
             torch.get_autocast_dtype(self._device),
             self._step.update_is_captured,
             torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
+            float32_precisions(),
             torch.is_grad_enabled(),
             looks_for_nan(),
             backends(),

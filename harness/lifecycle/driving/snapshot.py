@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS
+
 MAX_DEPTH = 8
 HOOKS = (
     "_forward_hooks",
@@ -379,7 +381,6 @@ def surroundings() -> Iterator[tuple[tuple[str, str], object]]:
     yield ("torch", "inference mode"), torch.is_inference_mode_enabled()
     yield ("torch", "default dtype"), torch.get_default_dtype()
     yield ("torch", "deterministic algorithms"), torch.are_deterministic_algorithms_enabled()
-    yield ("torch", "float32 matmul precision"), torch.get_float32_matmul_precision()
     yield ("torch", "threads"), torch.get_num_threads()
     yield ("torch", "default device"), str(torch.get_default_device())
     yield ("torch", "autocast"), (torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
@@ -403,12 +404,7 @@ def _settings_of_process() -> Iterator[tuple[str, object]]:
     yield "torch's modes", (*stacks, torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
     yield "umask", umask()
     yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0)
-    backends = torch.backends
-    cudnn = (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic)
-    yield "torch.backends.cudnn", cudnn
-    yield "torch.backends.mkldnn", backends.mkldnn.enabled
-    kinds = (backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(), backends.cuda.math_sdp_enabled())
-    yield "scaled dot product attention", kinds
+    yield from ((name, read()) for name, (read, _) in TORCH_SETTINGS.items())
 
 
 def umask() -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ReplayError, UserInputError
+from compressor.numerics.precision import float32_precisions, set_float32_precisions
 from compressor.random_state import RandomState
 from compressor.training import Trainer, TrainStep
 from harness.replay.equivalence.training_state import TrainingState, state_of
@@ -226,7 +227,7 @@ def _forwards(trainer: Trainer) -> Iterator[list[None]]:
 def _surroundings(seed: int) -> Iterator[None]:
     """Seed every generator, and leave generators and settings as they were, whatever a run does to them."""
     generators = RandomState.current(foreign=True, devices="all")
-    settings = torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    settings = torch.get_default_dtype(), torch.get_num_threads(), float32_precisions()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     grad, anomaly, environment = torch.is_grad_enabled(), torch.is_anomaly_enabled(), dict(os.environ)
     kernels = [(read(), write) for read, write in _KERNELS]
@@ -239,7 +240,7 @@ def _surroundings(seed: int) -> Iterator[None]:
         generators.restore()
         torch.set_default_dtype(settings[0])
         torch.set_num_threads(settings[1])
-        torch.set_float32_matmul_precision(settings[2])
+        set_float32_precisions(settings[2])
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.set_grad_enabled(grad)
         torch.autograd.set_detect_anomaly(anomaly)
