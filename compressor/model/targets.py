@@ -352,8 +352,10 @@ def check_patterns(patterns: Sequence[str], *, required: bool) -> None:
         required: at least one must be there.
 
     Raises:
-        TargetError: none where one is needed, an empty one, or one that is no regular expression.
+        TargetError: no list of texts, none where one is needed, an empty one, or one that is no regular expression.
     """
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TargetError(f"{patterns!r} is no list of patterns; give names of classes or modules, such as [Linear]")
     if required and not patterns:
         raise TargetError("[] names no module, so nothing would be changed; name some, such as [Linear]")
     for pattern in patterns:

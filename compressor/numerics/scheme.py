@@ -247,6 +247,8 @@ class QuantizationArgs(BaseModel):
         named = str(data["zp_dtype"]).removeprefix("torch.")
         if not data.get("symmetric", True) and named not in ("int8", "None"):
             raise SchemeError(f"zp_dtype={named!r} is not how zero points are stored here, which is int8; leave zp_dtype out")
+        if named != "None" and not isinstance(getattr(torch, named, None), torch.dtype):
+            raise SchemeError(f"zp_dtype={named!r} is no dtype of torch; leave zp_dtype out")
         return {key: value for key, value in data.items() if key != "zp_dtype"}
 
     @field_validator("block_structure", mode="after")
@@ -321,6 +323,8 @@ class QuantizationArgs(BaseModel):
             raise SchemeError("strategy='token' needs scales of its own in every forward pass; give dynamic=True")
         if self.dynamic is True and self.strategy not in ("token", "tensor", "group"):
             raise SchemeError(f"dynamic=True is not supported with strategy={self.strategy!r}; use 'token', 'group' or 'tensor'")
+        if self.dynamic is True and self.observer_kind != "minmax":
+            raise SchemeError(f"observer: {self.observer} would see nothing, since dynamic scales are those of each forward; leave it out")
         if self.dynamic == "local" and not self.has_global_scale:
             raise SchemeError(f"dynamic='local' needs strategy='tensor_group', not {self.strategy!r}; give dynamic=True")
         return self

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator
 from torch import nn
 
 from compressor.algorithms.rotations import RotationKind
@@ -47,9 +47,9 @@ class QuIPModifier(RotatingModifier):
 
     @field_validator("targets", "ignore", mode="before")
     @classmethod
-    def _patterns(cls, value: Any) -> Any:
+    def _patterns(cls, value: Any, info: ValidationInfo) -> Any:
         patterns = [value] if isinstance(value, str) else value
-        check_patterns(patterns, required=False)
+        check_patterns(patterns, required=info.field_name == "targets")
         return patterns
 
     @field_validator("randomize", "learnable", mode="after")

@@ -97,6 +97,8 @@ def _roles(mappings: Any) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _norms(norm_mappings: Any) -> Iterator[tuple[str, list[str]]]:
+    if not isinstance(norm_mappings, list | tuple | None):
+        raise RecipeError(f"norm_mappings: {norm_mappings!r} is no list; give a norm and linears that read it, for each")
     for item in norm_mappings or ():
         table = item if isinstance(item, Mapping) else getattr(item, "__dict__", {})
         norm, linears = table.get("norm"), table.get("linears")
