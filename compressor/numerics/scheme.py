@@ -18,8 +18,6 @@ from compressor.numerics import formats
 from compressor.numerics.formats import NumberType
 from compressor.spelling import suggest
 
-# Which observers there are, and their settings: how the range of a tensor is found.
-
 # Every observer name that a recipe may use -> what it does here. In llm-compressor they differ in how they average batches; ours never do.
 ObserverKind = Literal["minmax", "mse", "imatrix"]
 OBSERVER_KINDS: dict[str, ObserverKind] = {
@@ -33,7 +31,6 @@ OBSERVER_KINDS: dict[str, ObserverKind] = {
     "fouroversix": "mse",
     "nvfp4_expanded_imatrix": "imatrix",
 }
-
 
 # Wider ranges than the weights fill, from 1.8 times down to 0.8: the steps of 4-bit floats are not even, so that a group may fit better
 # below the largest value ("four over six").
@@ -245,10 +242,9 @@ class QuantizationArgs(BaseModel):
         if not isinstance(data, Mapping) or "zp_dtype" not in data:
             return data
         named = str(data["zp_dtype"]).removeprefix("torch.")
-        if not data.get("symmetric", True) and named not in ("int8", "None"):
+        means_nothing = data.get("symmetric", True) and isinstance(getattr(torch, named, None), torch.dtype)
+        if named not in ("int8", "None") and not means_nothing:
             raise SchemeError(f"zp_dtype={named!r} is not how zero points are stored here, which is int8; leave zp_dtype out")
-        if named != "None" and not isinstance(getattr(torch, named, None), torch.dtype):
-            raise SchemeError(f"zp_dtype={named!r} is no dtype of torch; leave zp_dtype out")
         return {key: value for key, value in data.items() if key != "zp_dtype"}
 
     @field_validator("block_structure", mode="after")

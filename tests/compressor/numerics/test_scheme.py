@@ -137,7 +137,7 @@ def test_a_zero_point_dtype_that_changes_nothing_is_taken(settings):
     assert QuantizationArgs(**settings) == QuantizationArgs(symmetric=settings.get("symmetric", True))
     with pytest.raises(ValueError, match="zp_dtype='uint8' is not how zero points are stored here"):
         QuantizationArgs(zp_dtype="torch.uint8", symmetric=False)
-    with pytest.raises(ValueError, match="zp_dtype='rubbish' is no dtype of torch"):
+    with pytest.raises(ValueError, match="zp_dtype='rubbish' is not how"):
         QuantizationArgs(zp_dtype="rubbish")
     with pytest.raises(ValueError, match="observer: mse would see nothing"):
         QuantizationArgs(dynamic=True, strategy="token", observer="mse")

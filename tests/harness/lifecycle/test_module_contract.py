@@ -376,6 +376,18 @@ class FreezesItsWeight(Layer):
         return super().forward(input)
 
 
+class ReplacesItsWeight(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        self.inner[1].weight = nn.Parameter(self.inner[1].weight.detach().clone())
+        return super().forward(input)
+
+
+class SeedsTorch(Layer):
+    def forward(self, input: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        return super().forward(input)
+
+
 class ComputesWithoutGradientsForATime(Layer):
     """As it may."""
 
@@ -444,6 +456,8 @@ PLANTED: dict[type[nn.Module], str] = {
     SwitchesGradientsOn: "surroundings",
     SetsTheDefaultDtype: "surroundings",
     FreezesItsWeight: "surroundings",
+    ReplacesItsWeight: "surroundings",
+    SeedsTorch: "surroundings",
     TakesNothing: "call",
 }
 RAISES = {DoesNotRunInBfloat16, TakesNothing}
