@@ -260,7 +260,8 @@ def noting_values(
 
     Args:
         values: take the notes.
-        modules: notes are taken of these only; None takes them of all. What calibration hooks keep on modules is not a sample's.
+        modules: notes are taken of these only; None takes them of all but those that are made meanwhile, whose values are what they are.
+            What calibration hooks keep on modules is not a sample's.
         is_active: says whether code of a forward runs.
 
     Yields:
@@ -268,37 +269,38 @@ def noting_values(
     """
     thread, noted = threading.get_ident(), None if modules is None else WeakSet(modules)
     plain_set, plain_buffer, plain_delete = nn.Module.__setattr__, nn.Module.register_buffer, nn.Module.__delattr__
+    plain_init, made = nn.Module.__init__, set[int]()  # by identity: what a class hashes by is not there yet
 
-    def belongs(module: nn.Module) -> bool:
-        return threading.get_ident() == thread and is_active() and (noted is None or module in noted)
+    def note(module: nn.Module, name: str) -> None:
+        is_known = id(module) not in made if noted is None else module in noted
+        if is_known and threading.get_ident() == thread and is_active():
+            values.note(module, name)
+
+    def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        made.add(id(module))
+        plain_init(module, *args, **kwargs)
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-        if belongs(module) and not isinstance(value, nn.Module | nn.Parameter):
-            values.note(module, name)
+        if not isinstance(value, nn.Module | nn.Parameter):
+            note(module, name)
         plain_set(module, name, value)
 
     def register_buffer(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
-        if belongs(module):
-            values.note(module, name)
+        note(module, name)
         plain_buffer(module, name, *args, **kwargs)
 
     def delete(module: nn.Module, name: str) -> None:
-        if belongs(module):
-            values.note(module, name)
+        note(module, name)
         plain_delete(module, name)
 
-    def note_property(module: nn.Module, name: str) -> None:
-        if belongs(module):
-            values.note(module, name)
-
-    with exclusive_patches(), noting_cached_properties(note_property):
+    with exclusive_patches(), noting_cached_properties(note):
         try:
             nn.Module.__setattr__, nn.Module.register_buffer = set_attribute, register_buffer  # type: ignore[method-assign, assignment]
-            nn.Module.__delattr__ = delete  # type: ignore[method-assign]
+            nn.Module.__delattr__, nn.Module.__init__ = delete, init  # type: ignore[method-assign, assignment]
             yield
         finally:
             nn.Module.__setattr__, nn.Module.register_buffer = plain_set, plain_buffer  # type: ignore[method-assign]
-            nn.Module.__delattr__ = plain_delete  # type: ignore[method-assign]
+            nn.Module.__delattr__, nn.Module.__init__ = plain_delete, plain_init  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -210,13 +210,15 @@ def changed_by_forwards(model: nn.Module, watched: Collection[str], batches: Seq
         batches: one or two, on the device of the model; not modified.
 
     Returns:
-        What the first one changed; and the attributes of modules by which it would change what the second one gives.
+        What the first one changed; and the attributes and tensors of modules by which it would change what the second one gives.
     """
     with Footprint(model) as footprint, torch.no_grad():
         with footprint.returning():
             plain_forward(model, batches[0])
-        kept = plain_forwards(model, watched, batches, footprint.returning)[1] if footprint.stirred and len(batches) > 1 else ()
-    return footprint.stirred, kept
+        if not footprint.stirred or len(batches) == 1:
+            return footprint.stirred, ()
+        written = tuple(footprint.stirred.rewritten)
+        return footprint.stirred, plain_forwards(model, watched, batches, footprint.returning, written=written)[1]
 
 
 def plain_forwards(
@@ -227,6 +229,7 @@ def plain_forwards(
     numbers: OtherNumbers | None = None,
     left: LeftMemory | None = None,
     reads: HostReads | None = None,
+    written: Collection[str] = (),
 ) -> tuple[list[list[Seen]], tuple[str, ...]]:
     """Run plain forwards, each with the state of the model as it is, and note all that modules are given and give back.
 
@@ -238,9 +241,10 @@ def plain_forwards(
         numbers: changes what targets compute.
         left: looks at the forwards.
         reads: look at them, too, more closely than elsewhere.
+        written: parameters and buffers that are known to be written to in place.
 
     Returns:
-        What was seen of each batch; and the attributes of modules by which the first batch changes what the second one gives.
+        What was seen of each batch; and the attributes and tensors by which the first batch changes what the second one gives.
     """
     expected, changed = [], set()
     for place, batch in enumerate(batches):
@@ -252,7 +256,7 @@ def plain_forwards(
                 looking.enter_context(ReadWatch(reads))
             expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
             changed |= set(values.changed())
-    if not changed or len(batches) == 1:
+    if not (changed or written) or len(batches) == 1:
         return expected, ()
     if numbers is not None:
         return expected, ()
@@ -260,7 +264,8 @@ def plain_forwards(
         plain_forward(model, batches[0])
         is_kept = observe(model, watched, lambda: plain_forward(model, batches[1])) != expected[1]
     names = {module: name for name, module in model.named_modules()}
-    return expected, tuple(f"{names.get(module, '?')}.{name}".lstrip(".") for module, name in changed) if is_kept else ()
+    attributes = [f"{names.get(module, '?')}.{name}".lstrip(".") for module, name in changed]
+    return expected, tuple(dict.fromkeys([*attributes, *written])) if is_kept else ()
 
 
 def called(model: nn.Module, names: Collection[str], batch: Batch) -> set[str]:

@@ -308,10 +308,50 @@ class Averaging(nn.Module):
         return x + self.mean
 
 
+class AveragingInPlace(Averaging):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.5).add_(x.mean())
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.mean
+
+
+class MakesItsNorm(nn.Module):
+    """Makes a module when it is first called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "norm"):
+            self.norm = nn.LayerNorm(x.shape[-1])
+        for layer in self.layers:
+            x = layer(self.norm(x))
+        return x
+
+
 @pytest.mark.parametrize("name", ["basic", "sequential"])
-def test_state_that_would_pass_from_batch_to_batch_is_noted(name: str) -> None:
+def test_a_module_that_the_first_forward_makes_is_whole(name: str) -> None:
+    rows = torch.randn(3, 2)
+    data, recorder = load_dataset_source(torch.utils.data.DataLoader(rows)), Recorder()
+    with Session(State(MakesItsNorm()), [recorder]) as session:
+        session.initialize()
+        run_pipeline(name, session, data, progress=SilentProgress(), settings=two_passes(name))
+        session.finalize()
+    (seen,) = [torch.cat([given for given, _ in all_given]) for name, all_given in recorder._seen.items() if name == "layers.0.0"]
+    torch.testing.assert_close(seen, nn.LayerNorm(2)(rows).detach())
+
+
+@pytest.mark.parametrize(("name", "model"), [("basic", Averaging), ("basic", AveragingInPlace), ("sequential", Averaging)])
+def test_state_that_would_pass_from_batch_to_batch_is_noted(name: str, model: type[nn.Module]) -> None:
     data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(3, 2)))
-    with Session(State(Averaging()), [Recorder()]) as session:
+    with Session(State(model()), [Recorder()]) as session:
         session.initialize()
         run_pipeline(name, session, data, progress=SilentProgress(), settings=two_passes(name))
         session.finalize()
