@@ -31,7 +31,7 @@ from compressor.settings.options import check_kind
 from compressor.settings.verbs import DataSettings
 from compressor.spelling import suggest
 from harness.reporting.record import CheckRecord, decide
-from harness.reporting.verdict import EXIT_CODES, Verdict
+from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
 from harness.validation.behaviour.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
 from harness.validation.behaviour.scoring import Scores, TokenBatch, model_logits, score_models, sees_ahead
@@ -168,13 +168,14 @@ def validate(
             raise ModelError(f"{base}: what its predictions say of a token depends on later tokens; {_TAKES}")
         base_hashes = file_hashes(subject.base.folder)
         folder = subject.compressed.folder
-        records = [*check_files(subject), *check_record(folder, base_hashes, data.sha256), check_digests(subject.compressed)]
+        digests = check_digests(subject.compressed)
+        records = [*check_files(subject), *check_record(folder, base_hashes, data.sha256), digests]
         records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
         server = None if serve == "none" else serve
         records += check_serving(subject, server, policy)
         loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
         modules = inspect_modules(subject, loaded, progress=progress)
-        records += [loads, *check_weights(subject, modules, policy), check_sparsity(subject)]
+        records += [loads, *check_weights(subject, modules, policy, is_as_written=digests.outcome is Outcome.PASS), check_sparsity(subject)]
         quality, scores = None, None
         why = "the checkpoint does not load" if loaded is None else _other_vocabulary(base_model.model, loaded)
         if loaded is None or why:

@@ -129,8 +129,12 @@ class ColumnNoise:
         """
         return [int(place) for place in np.flatnonzero(self._off(max_error) & (self.energy == 0))]
 
-    def shifted(self) -> list[str]:
+    def shifted(self, *, singly: bool) -> list[str]:
         """Name the groups whose codes are off by a step.
+
+        Args:
+            singly: ask each group, not only the whole weight. Where inputs sum to zero, as those of a LayerNorm do, GPTQ is free to move
+                the codes of a group.
 
         Returns:
             A line for each, or one for the whole weight.
@@ -141,6 +145,8 @@ class ColumnNoise:
         off = np.abs(means) > _SHIFT
         if off.mean() > 0.5:
             return [f"the codes of {off.sum():,} of {off.size:,} groups are off by {np.median(means[off]):+.1f} steps on average"]
+        if not singly:
+            return []
         return [
             f"row {row}, group {group}: its codes are off by {means[row, group]:+.1f} steps on average" for row, group in np.argwhere(off)
         ]

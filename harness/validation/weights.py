@@ -33,13 +33,16 @@ _ROWS_SHOWN = 8
 """Rows of one module that are named; the others are counted."""
 
 
-def check_weights(subject: Subject, inspections: Sequence[ModuleInspection], policy: Policy) -> list[CheckRecord]:
+def check_weights(
+    subject: Subject, inspections: Sequence[ModuleInspection], policy: Policy, *, is_as_written: bool = False
+) -> list[CheckRecord]:
     """Run every check of this family.
 
     Args:
         subject: both folders.
         inspections: what was found, module by module.
         policy: least SQNR and greatest scale mismatch.
+        is_as_written: every tensor has the digest that was noted when it was written.
     Returns:
         One record per check.
     """
@@ -54,12 +57,12 @@ def check_weights(subject: Subject, inspections: Sequence[ModuleInspection], pol
         _qparams_record(inspections, kept),
         _decoded_record(inspections),
         _changed_record(inspections),
-        *_nearness_records(subject, inspections, policy),
+        *_nearness_records(subject, inspections, policy, is_as_written),
     ]
     return [_with_unread(record, unread) for record in records]
 
 
-def _nearness_records(subject: Subject, inspections: Sequence[ModuleInspection], policy: Policy) -> list[CheckRecord]:
+def _nearness_records(subject: Subject, inspections: Sequence[ModuleInspection], policy: Policy, is_as_written: bool) -> list[CheckRecord]:
     if subject.trained:
         why = "the weights were trained, so the base's say nothing of them; behaviour decides"
         return [claim.skipped(why) for claim in (SQNR, SCALES, ROWS)]
@@ -68,7 +71,7 @@ def _nearness_records(subject: Subject, inspections: Sequence[ModuleInspection],
         why = "pruning changed the weights that it kept, so the base's say nothing of them; behaviour and record.tensors decide"
         return [claim.skipped(why) for claim in (SQNR, SCALES, ROWS)]
     near = [module for module in inspections if not subject.pruned.get(module.name)]
-    return [_sqnr_record(near, policy), _scales_record(near, policy), _rows_record(near, policy)]
+    return [_sqnr_record(near, policy), _scales_record(near, policy), _rows_record(near, policy, is_as_written)]
 
 
 def _with_unread(record: CheckRecord, unread: list[str]) -> CheckRecord:
@@ -176,7 +179,7 @@ def _scales_record(inspections: Sequence[ModuleInspection], policy: Policy) -> C
     )
 
 
-def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy) -> CheckRecord:
+def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy, is_as_written: bool) -> CheckRecord:
     found = {module.name: module.rows for module in inspections if module.rows is not None}
     if not found:
         return ROWS.skipped("no module could be decoded")
@@ -185,7 +188,7 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy) -> Che
         lines = (
             rows.dead_or_foreign(policy.max_row_gain_error)
             or rows.columns.foreign(policy.max_row_gain_error)
-            or rows.columns.shifted()
+            or rows.columns.shifted(singly=not is_as_written)
             or rows.columns.biased()
             or rows.spoilt_runs(policy.max_run_noise)
         )

@@ -156,6 +156,15 @@ def test_what_runs_across_the_rows_is_found_without_a_record(
         assert any(f"{MODULE}: {said}" in finding for finding in found.findings), found.findings
 
 
+@pytest.mark.parametrize(("damage", "outcome"), [("a row a step off", "pass"), ("a step off", "fail")])
+def test_with_digests_that_hold_a_group_by_itself_is_not_asked(
+    damage: str, outcome: str, sound: Callable[..., Path], llama_dir: Path, tmp_path: Path
+) -> None:
+    subject = read_subject(llama_dir, damaged(sound("W4A16"), tmp_path / "bad", ACROSS[damage][0], record=False))
+    records = check_weights(subject, inspect_modules(subject, None), Policy(), is_as_written=True)
+    assert next(record for record in records if record.name == "weights.rows").outcome == outcome
+
+
 VISIBLE: dict[str, tuple[Damage, str, str]] = {
     "zeroed row": (zeroed_row, "weights.rows", "row 17: "),
     "five random rows": (random_rows, "weights.rows", "row 44: gain "),

@@ -158,14 +158,19 @@ def tokenizer(subject: Artifact, context: CheckContext) -> str:
     return _hold(check_tokenizer(Path(subject.base), Path(subject.folder)))
 
 
+def _weights(folders: Subject, digests: CheckRecord) -> list[CheckRecord]:
+    return check_weights(folders, inspect_modules(folders, None), Policy(), is_as_written=digests.outcome is Outcome.PASS)
+
+
 @register(None, "against_base", "Files, record and weights are what `harness validate` lets through without data", kind="artifact")
 def against_base(subject: Artifact, context: CheckContext) -> str:
     """Run its checks of bytes and values; those that cannot tell (rows that are too short) are named and do not count."""
     del context
     folders = _subject(subject)
     records = [*check_files(folders), *check_record(folders.compressed.folder, file_hashes(folders.base.folder), "")]
-    records += [check_digests(folders.compressed), check_quantization_config(folders.compressed.folder, folders.config)]
-    records += [*check_weights(folders, inspect_modules(folders, None), Policy()), check_sparsity(folders)]
+    digests = check_digests(folders.compressed)
+    records += [digests, check_quantization_config(folders.compressed.folder, folders.config)]
+    records += [*_weights(folders, digests), check_sparsity(folders)]
     asked = [record for record in records if record.name not in (TOKENIZER.name, DECODED.name)]  # which have checks of their own
     if failed := [record for record in asked if record.outcome is Outcome.FAIL]:
         raise CheckFailed(f"{failed[0].name}: {failed[0].summary}", [line for record in failed for line in record.findings])

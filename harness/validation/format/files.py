@@ -24,7 +24,7 @@ from harness.validation.subject import Subject
 
 CONFIG = Claim("files.config", "config.json describes the base's model; only quantization_config is new")
 GENERATION_CONFIG = Claim("files.generation_config", "generation_config.json equals the base's")
-TOKENIZER = Claim("files.tokenizer", "The tokenizer files equal the base's byte for byte")
+TOKENIZER = Claim("files.tokenizer", "The tokenizer files equal the base's, apart from what says where they were loaded from")
 SHARDS = Claim("files.shards", "The safetensors files are well formed and the index tells the truth")
 TENSORS = Claim("files.tensors", "Every base tensor is there, unchanged or as the parts of its quantized form, and no other")
 _LARGEST_STEP = 0.5  # of a norm that was trained, in units of its mean size: beyond, it is another norm
@@ -46,6 +46,7 @@ TOKENIZER_FILES = (
 """What belongs to a tokenizer or processor, as patterns below the model folder."""
 
 _VOLATILE_KEYS = {"transformers_version", "_name_or_path", "_from_model_config"}
+_OF_LOADING = {"is_local", "local_files_only", "name_or_path"}  # transformers adds them when it saves a tokenizer that it has loaded
 
 
 def check_files(subject: Subject) -> list[CheckRecord]:
@@ -187,8 +188,8 @@ def check_tokenizer(base_dir: Path, folder: Path) -> CheckRecord:
         return TOKENIZER.skipped("neither folder holds a tokenizer")
     findings = [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
     findings += [f"{name}: the base has no such file" for name in sorted(found.keys() - expected.keys())]
-    findings += [text for name in sorted(expected.keys() & found.keys()) if (text := _byte_difference(name, expected[name], found[name]))]
-    return TOKENIZER.found(findings, f"{len(expected)} files equal byte for byte", evidence={"files": sorted(expected)}, noun="file")
+    findings += [text for name in sorted(expected.keys() & found.keys()) if (text := _difference(name, expected[name], found[name]))]
+    return TOKENIZER.found(findings, f"{len(expected)} files equal the base's", evidence={"files": sorted(expected)}, noun="file")
 
 
 def _tokenizer_files(folder: Path) -> dict[str, Path]:
@@ -196,12 +197,22 @@ def _tokenizer_files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
 
 
-def _byte_difference(name: str, base: Path, other: Path) -> str | None:
+def _difference(name: str, base: Path, other: Path) -> str | None:
     old, new = base.read_bytes(), other.read_bytes()
-    if old == new:
+    if old == new or (name.endswith("_config.json") and _says_the_same(old, new)):
         return None
     position = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     return f"{name}: {len(old)} bytes became {len(new)}, first difference at byte {position}"
+
+
+def _says_the_same(old: bytes, new: bytes) -> bool:
+    """Whether two configs of a tokenizer or processor differ in nothing but where these were loaded from."""
+    try:
+        base, other = from_json(old.decode("utf-8")), from_json(new.decode("utf-8"))
+    except ValueError:
+        return False
+    both = isinstance(base, dict) and isinstance(other, dict)
+    return both and not [key for key in base.keys() | other.keys() if key not in _OF_LOADING and _shown(base, key) != _shown(other, key)]
 
 
 def check_shards(compressed: Checkpoint) -> CheckRecord:
@@ -363,9 +374,24 @@ def _same_form(subject: Subject, name: str) -> bool:
     return old.dtype == new.dtype and old.shape == new.shape
 
 
+def _is_widened(subject: Subject, name: str) -> bool:
+    """Whether the same numbers are there in float32, in which the model's class keeps them whatever the file says."""
+    import transformers
+
+    old, new = subject.base.entries[name], subject.compressed.entries[name]
+    if new.dtype is not torch.float32 or old.dtype not in (torch.bfloat16, torch.float16) or old.shape != new.shape:
+        return False
+    classes = [getattr(transformers, str(one), None) for one in subject.base_config.get("architectures") or ()]
+    keeping = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    kept = {part for one in classes for attribute in keeping for part in getattr(one, attribute, None) or ()}
+    return not kept.isdisjoint(name.split(".")) and torch.equal(subject.base.tensor(name).float(), subject.compressed.tensor(name))
+
+
 def _change(subject: Subject, name: str) -> str | None:
     old, new = subject.base.entries[name], subject.compressed.entries[name]
     if not _same_form(subject, name):
+        if _is_widened(subject, name):
+            return None
         return f"{name}: {old.dtype} {list(old.shape)} became {new.dtype} {list(new.shape)}"
     if isinstance(subject.base, TransformedCheckpoint) and name in subject.base.turned and _is_a_rounding_off(subject, name):
         return None

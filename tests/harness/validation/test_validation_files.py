@@ -8,7 +8,9 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
+from compressor import oneshot
 from compressor.errors import ModelError
 from harness.validation.format.files import check_files
 from harness.validation.subject import read_subject
@@ -86,6 +88,31 @@ def test_a_planted_fault_is_caught_and_named(workspace, compressed, name, spoil,
     record = record_of(workspace, checkpoint, name)
     assert record.outcome == "fail"
     assert message in "\n".join([record.summary, *record.findings])
+
+
+@pytest.mark.parametrize(("changed", "outcome"), [({"is_local": True, "local_files_only": True}, "pass"), ({"pad_token": "x"}, "fail")])
+def test_where_a_tokenizer_was_loaded_from_is_no_property_of_it(workspace, compressed, changed, outcome):
+    checkpoint = compressed()
+    path = checkpoint.folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    assert record_of(workspace, checkpoint, "files.tokenizer").outcome == outcome
+
+
+@pytest.mark.parametrize(("added", "outcome"), [(0.0, "pass"), (1e-3, "fail")])
+def test_what_a_class_keeps_in_float32_may_be_stored_so(tmp_path, added, outcome):
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 4, "first_k_dense_replace": 0}
+    Glm4MoeForCausalLM(Glm4MoeConfig(**sizes, **heads)).bfloat16().save_pretrained(tmp_path / "base")
+    path = tmp_path / "base" / "model.safetensors"  # as its makers store it
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    recipe = {"quant_modifiers": {"QuantizationModifier": {"scheme": "FP8_DYNAMIC", "ignore": ["lm_head", "re:.*(gate|experts)"]}}}
+    oneshot(tmp_path / "base", recipe=recipe, output_dir=tmp_path / "out")
+    name, path = "model.layers.0.mlp.gate.e_score_correction_bias", tmp_path / "out" / "model.safetensors"
+    tensors = load_file(path)
+    assert tensors[name].dtype is torch.float32
+    save_file({**tensors, name: tensors[name] + added}, path, {"format": "pt"})
+    record = next(one for one in check_files(read_subject(tmp_path / "base", tmp_path / "out")) if one.name == "files.tensors")
+    assert record.outcome == outcome, record.findings
 
 
 def test_the_base_copied_as_compressed_is_caught(workspace, compressed):
