@@ -46,6 +46,7 @@ from compressor.model.loading.load import LoadedModel, load_model, resolve_devic
 from compressor.model.loading.words import find_processor, find_tokenizer, is_tokenizer, origin_of, resolve_processor, resolve_tokenizer
 from compressor.model.saving import attach_save, save_compressed
 from compressor.modifiers.schemes.base import SchemeModifier
+from compressor.modifiers.transforms.rotating import RotatingModifier
 from compressor.monitor import Lap, Monitor
 from compressor.nn import QuantizedLayer
 from compressor.numerics.half_products import widened_products
@@ -425,7 +426,8 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         check_readable(schemes, state.model, kv[0] if kv else None)
         saved_state(state.model)
     if not place.may_be_done:
-        check_room(state.model, schemes, place.output_dir, place.run_dir)
+        matrices = sum(part.online_bytes(state.model) for part in session.modifiers if isinstance(part, RotatingModifier))
+        check_room(state.model, schemes, place.output_dir, place.run_dir, beside=matrices)
     odd = module_notes(state.model) if state.keep_originals else []
     for note in (*reading_notes(state.model, schemes, kv[0] if kv else None, queries=queries), *odd):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later

@@ -14,7 +14,9 @@ from compressor.numerics.packing import quantized_weight_bytes
 from compressor.numerics.scheme import QuantizationScheme
 
 
-def check_room(model: nn.Module, schemes: Mapping[str, QuantizationScheme], output_dir: Path | None, run_dir: Path | None) -> None:
+def check_room(
+    model: nn.Module, schemes: Mapping[str, QuantizationScheme], output_dir: Path | None, run_dir: Path | None, *, beside: int = 0
+) -> None:
     """Refuse disks that are too small.
 
     Args:
@@ -22,13 +24,14 @@ def check_room(model: nn.Module, schemes: Mapping[str, QuantizationScheme], outp
         schemes: dotted name of every module that will be quantized to its scheme.
         output_dir: where the checkpoint will be; None where none is written.
         run_dir: where finished stages will be kept; None where none are.
+        beside: bytes of the checkpoint that are no weight's.
 
     Raises:
         CheckpointError: a disk has less room than the files will take.
     """
     made = sum(_bytes_after(model.get_submodule(name), scheme) for name, scheme in schemes.items())
     gone = sum(_weight_bytes(model.get_submodule(name)) for name in schemes)
-    _check((output_dir, _model_bytes(model) - gone + made), (run_dir, max(0, made - _bytes_in(run_dir))))
+    _check((output_dir, _model_bytes(model) - gone + made + beside), (run_dir, max(0, made - _bytes_in(run_dir))))
 
 
 def check_training_room(

@@ -43,7 +43,7 @@ from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Beside, Setting, lay_out
-from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of
+from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of, stored_bytes_of
 from compressor.recipe import Recipe, load_recipe
 from compressor.settings.options import from_settings
 from compressor.settings.sizes import parse_bytes
@@ -100,6 +100,9 @@ class _Training(Protocol):
 class _TurningOnline(Protocol):
     def online_flops(self, model: nn.Module) -> Mapping[str, float]:
         """What rotations in the forward cost for each token, by layer."""
+
+    def online_bytes(self, model: nn.Module) -> int:
+        """What their matrices take in a checkpoint."""
 
 
 @runtime_checkable
@@ -331,6 +334,8 @@ def _made(
     searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}
     trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained, follow)
+    matrices = sum(one.online_bytes(skeleton) for one in parsed.modifiers if isinstance(one, _TurningOnline))
+    estimate = replace(estimate, checkpoint_bytes=estimate.checkpoint_bytes + matrices)
     modules = [target.module for target in targets.values()]
     online: dict[str, float] = {}
     for modifier in parsed.modifiers:
@@ -419,7 +424,7 @@ def _estimate(
     made = sum(target.number("bytes_after") for target in targets)
     saved = sum(target.number("bytes_before") for target in targets) - made
     return Estimate(
-        checkpoint_bytes=bytes_of(skeleton) - saved,
+        checkpoint_bytes=stored_bytes_of(skeleton) - saved,
         journal_bytes=made if pipeline == "sequential" else 0,
         offload_bytes=timeline.offload_bytes,
         model_bytes=setting.model_bytes,

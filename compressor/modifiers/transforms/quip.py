@@ -23,7 +23,7 @@ from compressor.mappings.turns import Turn
 from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import check_patterns, resolve_layers
-from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, outputs_of_model
+from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, bytes_of_sizes, outputs_of_model
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 
@@ -90,6 +90,11 @@ class QuIPModifier(RotatingModifier):
         for name in resolve_layers(model, self.targets, self.ignore, _is_linear):
             rows, columns = weight_of(model.get_submodule(name)).shape
             yield from ((name, columns if side == "v" else rows) for side in self.rotations)
+
+    def online_bytes(self, model: nn.Module) -> int:
+        """As for all, inputs and outputs by themselves."""
+        shapes = [weight_of(model.get_submodule(name)).shape for name in resolve_layers(model, self.targets, self.ignore, _is_linear)]
+        return sum(bytes_of_sizes(self.transform_block_size or shape[side == "v"] for shape in shapes) for side in self.rotations)
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Turn the weights, and see that the model computes what it did. Changes the model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -31,6 +31,11 @@ from compressor.tracing.picking import excerpt
 
 _MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference of logits that is rounding
 _MOST_NARROW = 0.2  # bfloat16, whose weights are all rounded a second time
+
+
+def bytes_of_sizes(sizes: Iterable[int]) -> int:
+    """Return the bytes of one square float32 matrix for each size that comes."""
+    return sum(4 * size * size for size in set(sizes))
 
 
 class RotatingModifier(Modifier):
@@ -184,6 +189,17 @@ class RotatingModifier(Modifier):
             self._check_size(size, common, name)
             found[name] = found.get(name, 0.0) + width // size * rotation_flops(self.transform_type, size)
         return found
+
+    def online_bytes(self, model: nn.Module) -> int:
+        """Say what the matrices of rotations in the forward take in a checkpoint: float32, one for each size.
+
+        Args:
+            model: with or without values; not modified.
+
+        Returns:
+            Bytes.
+        """
+        return bytes_of_sizes(self.transform_block_size or width for _, width in self.turned_online(model))
 
     def _check_size(self, size: int, width: int | None, what: str) -> None:
         """Refuse a size without a Hadamard matrix, and name a block size that has one, if any has."""

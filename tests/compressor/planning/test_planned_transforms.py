@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from compressor import oneshot
+from compressor import QuantizationModifier, oneshot
 from compressor.cli.main import main
-from compressor.errors import RecipeError
+from compressor.errors import CheckpointError, RecipeError
 from compressor.modifiers.transforms.awq import AWQModifier
 from compressor.modifiers.transforms.quip import QuIPModifier
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
@@ -47,6 +51,22 @@ ONLINE = {
     "QuIP": QuIPModifier(rotations=["v", "u"]),
     "of weights alone": SpinQuantModifier(),
 }
+
+
+@pytest.mark.parametrize("modifier", ONLINE.values(), ids=ONLINE)
+def test_the_matrices_of_rotations_are_planned_on_the_disk(modifier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipe() -> list[Any]:
+        return [modifier.model_copy(deep=True), QuantizationModifier(scheme="W8A8", ignore=["lm_head"])]
+
+    llama().save_pretrained(tmp_path / "base")
+    planned = plan(tmp_path / "base", recipe=recipe()).estimate.checkpoint_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=planned - 1))
+        with pytest.raises(CheckpointError, match="are free"):
+            oneshot(tmp_path / "base", recipe=recipe(), device="cpu", output_dir=tmp_path / "full")
+    oneshot(tmp_path / "base", recipe=recipe(), device="cpu", output_dir=tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors").values()
+    assert planned == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @pytest.mark.parametrize("modifier", ONLINE.values(), ids=ONLINE)

@@ -94,7 +94,7 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
         Edit(_FORMS + "Factor.of", "R_CC.div_(diag_C)", "R_CC.div_(diag_C[:, None])")),
     bug("order_of_the_factor", "blocks", "H is factorized without reversing the columns", "solver.beats_rounding",
         Edit(_FORMS + "Factor.of",
-             "_turn_around(damped_CC)\n        R_CC = cholesky(damped_CC, name)\n        _turn_around(R_CC.t())",
+             "_turn_around(damped_CC)\n    R_CC = cholesky(damped_CC, name)\n    _turn_around(R_CC.t())",
              "R_CC = cholesky(damped_CC, name).t().contiguous()")),
     bug("not_compensated", "blocks", "the paper's form does not update the columns of its block", "solver.dead_columns",
         Edit(_REFERENCE, "W_CR[k + 1 : stop].addr_(U_CC[k, k + 1 : stop], error_R, alpha=-1)", "pass")),
