@@ -68,7 +68,9 @@ class _Visible:
         self.rich_proxied_file = stream
 
     def write(self, text: str) -> int:
-        return self.rich_proxied_file.write(visible(text))
+        body = text.strip("\r")  # around a line it is the progress bar of another library
+        front, _, back = text.partition(body) if body else (text, "", "")
+        return self.rich_proxied_file.write(f"{front}{visible(body)}{back}")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import load_compressed, oneshot
 from compressor.cli.main import main
-from compressor.console import Console
+from compressor.console import Console, with_output
 from compressor.entrypoints.inspection import inspect_checkpoint
 from compressor.errors import ModelError
 
@@ -136,3 +136,13 @@ def test_what_a_terminal_would_obey_is_shown(tmp_path: Path, capsys: pytest.Capt
     table.add_row(name)
     Console(force_terminal=True).print(table, name, style="red")
     assert "\x1b[31m" in (shown := capsys.readouterr().out) and shown.count(r"red\u001b") == 2
+
+
+def test_the_bar_of_another_library_goes_on_in_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def run() -> int:
+        print("\r 50 %", end="\r")
+        print("\r100 %\rof others")
+        return 0
+
+    assert with_output("compressor", run, 3) == 0
+    assert capsys.readouterr().out == "\r 50 %\r\r100 %\\u000dof others\n"
