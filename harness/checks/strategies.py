@@ -217,8 +217,26 @@ def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: in
             yield f"spread groups {list(shape)} {dtype}", hurtful("spread groups", shape, dtype, group=group, seed=number)
 
 
+def _decisive(shape: tuple[int, int], unit: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """The ends of each unit lie in a column of its own, in another one from row to row; of units of several rows, in the last place.
+
+    Random values leave most columns of a wide row without a say in its scale: whoever overlooks such a column is right all the same.
+    """
+    weight = _bell(shape, generator)
+    rows, columns = torch.arange(shape[0])[:, None], torch.arange(shape[1])
+    start = columns // unit[1] * unit[1]
+    width = (shape[1] - start).clamp(max=unit[1])
+    if unit[0] > 1:
+        last_row = (rows % unit[0] == unit[0] - 1) | (rows == shape[0] - 1)
+        weight[last_row & (columns - start == width - 1)] = 1.0
+        return weight
+    weight[columns - start == (7 * rows + 3) % width] = -0.9
+    weight[columns - start == rows % width] = 1.0  # by another size, so that either end has no second
+    return weight
+
+
 def grid_weights(dtype: torch.dtype, column_multiple: int, unit: tuple[int, int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights of several units each way, all of other magnitudes than those beside them.
+    """Yield weights of several units each way, all of other magnitudes than those beside them, and one in which each column decides.
 
     Args:
         dtype: of the weights.
@@ -232,6 +250,9 @@ def grid_weights(dtype: torch.dtype, column_multiple: int, unit: tuple[int, int]
         down = 2.0 ** -(torch.arange(shape[0]) // unit[0] % 4)[:, None]
         weight = hurtful("spread groups", shape, dtype, group=unit[1], seed=number)
         yield f"spread units {list(shape)} {dtype}", (weight * down).to(dtype)
+    wide = -(-MOST_COLUMNS // column_multiple) * column_multiple
+    shape = (min(unit[1], wide) if unit[0] == 1 else MOST_ROWS, wide)
+    yield f"a column that decides {list(shape)} {dtype}", _decisive(shape, unit, torch.Generator().manual_seed(0)).to(dtype)
 
 
 # Hypothesis strategies for weights that hurt: outliers, zeros, subnormals, constants, one-wide, primes, ties, NaN, in every dtype.

@@ -65,6 +65,21 @@ class EncodesItself(Encodes):
         return replace(found, codes=self.encode(weight, found))
 
 
+class Overlooks(OurQuantizer):
+    """Some columns have no say in the scale of their row."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(CHANNEL)
+        self._columns = slice(first, last)
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        seen = weight.detach().clone()
+        if weight.shape[1] >= self._columns.stop:
+            seen[:, self._columns] = 0
+        found = super().quantize(seen)
+        return replace(found, codes=self.encode(weight.detach(), found))
+
+
 class OneRowAlone(OurQuantizer):
     """A single row is encoded under scales of its own."""
 
@@ -176,6 +191,8 @@ WRONG: dict[str, tuple[OurQuantizer, str, str]] = {
         "quantizer.given_scales",
         "[3, 1031] torch.float32",
     ),
+    "a tail of columns": (Overlooks(1024, 1031), "quantizer.covers", "a column that decides [1031, 1031] torch.float32"),
+    "one column": (Overlooks(500, 501), "quantizer.scale_rule", "a column that decides [1031, 1031] torch.float32"),
     "square blocks": (TransposesBlocks(128, 128), "quantizer.scale_rule", "spread units [256, 256] torch.float32: scales"),
     "low blocks": (TransposesBlocks(4, 8), "quantizer.local", "outside of the unit [0, 1]"),
     "blocks cut short": (TransposesBlocks(32, 64, only_cut=True), "quantizer.covers", "spread units [48, 65] torch.float32"),
