@@ -177,7 +177,7 @@ def square_shapes(column_multiple: int, group: int) -> list[tuple[int, int]]:
 
 
 def large_shapes(column_multiple: int) -> list[tuple[int, int]]:
-    """Return one high and one wide shape, for whoever goes through a weight in pieces and loses one.
+    """Return high and wide shapes, also of the fewest columns or of one row, for whoever goes through a weight in pieces and loses one.
 
     Args:
         column_multiple: that the columns must keep to.
@@ -185,7 +185,8 @@ def large_shapes(column_multiple: int) -> list[tuple[int, int]]:
     Returns:
         (R, C) each.
     """
-    return [(MOST_ROWS, 3 * column_multiple), (3, -(-MOST_COLUMNS // column_multiple) * column_multiple)]
+    wide = -(-MOST_COLUMNS // column_multiple) * column_multiple
+    return [(MOST_ROWS, 3 * column_multiple), (3, wide), (MOST_ROWS, column_multiple), (1, wide)]
 
 
 def _grid_shapes(column_multiple: int, unit: tuple[int, int]) -> list[tuple[int, int]]:

@@ -30,7 +30,21 @@ def dequantizes(subject: Quantizer, context: CheckContext) -> str:
         values = found.values.to(torch.float64)
         refuse((values - exact).abs() > limit, "a value is not (code - zero point) * scale", value=values, exact=exact)
 
-    return each_weight(subject, context, hold)
+    return f"{each_weight(subject, context, hold)}, and {_every_code(subject)}"
+
+
+def _every_code(subject: Quantizer) -> str:
+    """Take every code back under a scale that is given: the last one of the longer side comes out of no weight by itself."""
+    grid = subject.code_values
+    columns = -(-len(grid) // subject.column_multiple) * subject.column_multiple
+    for dtype in subject.dtypes:
+        like, offset = power_scales(subject, columns, 2.0, dtype=dtype)
+        codes = grid.repeat(-(-columns // len(grid)))[:columns].repeat(2, 1)
+        values = subject.dequantize(replace(like, codes=codes.to(like.codes.dtype)))
+        exact = (codes - offset) * 2.0
+        wrong = (values.to(torch.float64) - exact).abs() > 4 * float(torch.finfo(values.dtype).eps) * exact.abs()
+        refuse(wrong, f"{dtype}: a code does not come back as (code - zero point) * 2", code=codes, value=values)
+    return f"{len(grid)} codes under a scale of 2"
 
 
 @register(

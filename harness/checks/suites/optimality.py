@@ -46,7 +46,8 @@ def hessian(subject: Solver, context: CheckContext) -> str:
     worst = 0.0
     narrow = one.x.to(torch.bfloat16)
     four = [one.x[:60].reshape(2, 3, 10, -1), one.x[60:].reshape(1, 1, -1, 401)]
-    kinds = ([one.x], list(one.x.split(7)), [one.x[:50].reshape(5, 10, -1), one.x[50:]], four, list(one.x), [narrow])
+    some_empty = [one.x[:0], one.x[:50], one.x[:0].reshape(0, 3, 401), one.x[:0].reshape(2, 0, 401), one.x[50:]]
+    kinds = ([one.x], list(one.x.split(7)), [one.x[:50].reshape(5, 10, -1), one.x[50:]], four, list(one.x), some_empty, [narrow])
     for batches in kinds:
         H = subject.hessian(batches).to(torch.float64)
         if not torch.equal(H, H.t()):

@@ -80,6 +80,29 @@ class Overlooks(OurQuantizer):
         return replace(found, codes=self.encode(weight.detach(), found))
 
 
+class WideForOneRow(OurQuantizer):
+    """The scale of a single row is twice what it should be, where the row is long."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        found = super().quantize(weight.detach())
+        if len(weight) > 1 or weight.shape[1] < 512:
+            return found
+        wide = replace(found, scale=found.scale * 2)
+        return replace(wide, codes=self.encode(weight.detach(), wide))
+
+
+class LosesLastCode(OurQuantizer):
+    """The last code of the longer side, which no weight gets under its own scale, is a zero."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        found = super().quantize(weight.detach())
+        wide = replace(found, scale=found.scale * 1.01)
+        return replace(wide, codes=self.encode(weight.detach(), wide))
+
+    def dequantize(self, quantized: Quantized) -> Tensor:
+        return torch.where(quantized.codes == self.code_values[0], 0, super().dequantize(quantized))
+
+
 class OneRowAlone(OurQuantizer):
     """A single row is encoded under scales of its own."""
 
@@ -193,6 +216,8 @@ WRONG: dict[str, tuple[OurQuantizer, str, str]] = {
     ),
     "a tail of columns": (Overlooks(1024, 1031), "quantizer.covers", "a column that decides [1031, 1031] torch.float32"),
     "one column": (Overlooks(500, 501), "quantizer.scale_rule", "a column that decides [1031, 1031] torch.float32"),
+    "one long row": (WideForOneRow(CHANNEL), "quantizer.scale_rule", "spread groups [1, 1031] torch.float32"),
+    "the last code": (LosesLastCode(CHANNEL), "quantizer.dequantizes", "torch.float32: a code does not come back"),
     "square blocks": (TransposesBlocks(128, 128), "quantizer.scale_rule", "spread units [256, 256] torch.float32: scales"),
     "low blocks": (TransposesBlocks(4, 8), "quantizer.local", "outside of the unit [0, 1]"),
     "blocks cut short": (TransposesBlocks(32, 64, only_cut=True), "quantizer.covers", "spread units [48, 65] torch.float32"),

@@ -98,6 +98,11 @@ WRONG: dict[str, tuple[Wrong, str, str]] = {
     ),
     "four dimensions": (Wrong(batch=lambda x, _: x[0] if x.dim() == 4 else x), "solver.hessian", "H is not 2 * mean(x x^T)"),
     "one dimension": (Wrong(batch=lambda x, _: x * 2 if x.dim() == 1 else x), "solver.hessian", "H is not 2 * mean(x x^T)"),
+    "a batch without tokens": (
+        Wrong(batch=lambda x, _: x if x.numel() else x.new_zeros(1, x.shape[-1])),
+        "solver.hessian",
+        "H is not 2 * mean(x x^T)",
+    ),
     "views": (Wrong(batch=more(lambda x: not x.is_contiguous())), "solver.hessian", "a transposed view of [60, 401]"),
     "stride 0": (Wrong(batch=more(lambda x: 0 in x.stride() and x.dim() == 3)), "solver.hessian", "one row, expanded of [3, 20, 401]"),
     "a Parameter": (Wrong(batch=more(lambda x: isinstance(x, nn.Parameter))), "solver.hessian", "a Parameter of [60, 401]"),
