@@ -21,7 +21,7 @@ from harness.onnx_graph.commands.check import NamesAction
 from harness.onnx_graph.skips.call_records import Calls
 from harness.onnx_graph.skips.child_processes import Channel
 from harness.onnx_graph.skips.passes import resolve_skips
-from harness.onnx_graph.skips.supervision import OUT_OF_REACH, Ended, supervise
+from harness.onnx_graph.skips.supervision import OUT_OF_REACH, OUTSIDE, Ended, supervise
 from harness.reporting.verdict import Verdict, exit_codes
 from harness.verbs import Command
 
@@ -106,5 +106,6 @@ COMMAND = Command(
     "run a command whose code cannot be edited, and keep passes from running in it",
     RunSettings,
     run,
-    f"{OUT_OF_REACH}; " + exit_codes("the command ended well and every call was forced", inconclusive="it failed, or a call is not known"),
+    f"{OUT_OF_REACH}. {OUTSIDE}; "
+    + exit_codes("the command ended well and every call was forced", inconclusive="it failed, or a call is not known"),
 )

@@ -44,6 +44,12 @@ OUT_OF_REACH = (
 )
 """What forced skips do not reach."""
 
+OUTSIDE = (
+    "Outside of `harness onnx run` stay programs that carry an optimizer in a file of another name, children that their parent clones as "
+    "untraceable (CLONE_UNTRACED), what a service that runs already starts, and other machines"
+)
+"""What not even the kernel tells."""
+
 _SEIZE, _CONT, _LISTEN, _EVENT_MESSAGE = 0x4206, 7, 0x4208, 0x4201
 _FORK, _VFORK, _CLONE, _EXEC, _EXIT, _STOP = 1, 2, 3, 4, 6, 128
 _OPTIONS = sum(1 << event for event in (_FORK, _VFORK, _CLONE, _EXEC, _EXIT))

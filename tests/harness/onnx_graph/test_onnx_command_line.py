@@ -520,6 +520,7 @@ def test_colours_and_line_breaks_of_another_library_are_left_out() -> None:
 SAID = {
     "NOT_SEEN": (["census", "check", "roundtrip", "explain", "passes"], [streams.__doc__, census.__doc__]),
     "EVIDENCE": (["check", "roundtrip", "explain", "passes"], [NumericEqual.__doc__]),
+    "OUTSIDE": (["run"], []),
     "OUT_OF_REACH": (["run"], [sys.modules[forced_skips.__module__].__doc__, forced_skips.__doc__]),
 }
 
