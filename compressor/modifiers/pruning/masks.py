@@ -23,6 +23,7 @@ from compressor.lifecycle.state import Detail
 from compressor.model.folder import some
 from compressor.model.targets import check_patterns, loose_patterns, overlaps_itself, resolve_layers, share_values
 from compressor.nn import QuantizedLayer
+from compressor.nn.fake_quant import FakeQuantizedLayer
 from compressor.nn.quantized_linear import is_conv1d
 
 _WHOLE_RUN = (-math.inf, math.inf)  # a phase beside which no modifier has another
@@ -355,4 +356,7 @@ def _as_rows(module: nn.Module, tensor: Tensor) -> Tensor:
 
 
 def _present_weight(module: nn.Module) -> Tensor:
+    """The values that the checkpoint will hold: a layer that trains with rounding becomes codes after this modifier is finalized."""
+    if isinstance(module, FakeQuantizedLayer):
+        return module.fake_weight().detach()
     return module.dequantized_weight() if isinstance(module, QuantizedLayer) else weight_rows(module)

@@ -395,6 +395,19 @@ def test_pruned_weights_stay_zero_under_training_with_rounding(cases, new_traine
     assert details["sparsity"] == 0.5 and details["trained_from"] == 8.0
 
 
+def test_zeros_that_rounding_brings_back_are_counted(cases, new_trainer):
+    """Weights may grow again behind the masks' end; those that are rounded to zero stand as zeros in the checkpoint."""
+    modifiers = [MagnitudePruningModifier(final_sparsity=0.5, start=0, end=5, update=2), quantizer("int4 group", start=3)]
+    trainer = make(cases["mlp"], new_trainer, "eager", modifiers)
+    trainer.fit(cases["mlp"].batch_at, 8)
+    grown = float((trainer.step.model.first.weight == 0).float().mean())
+    session = trainer.step.session
+    session.finalize()
+    stored = float((trainer.step.model.first.codes() == 0).float().mean())
+    assert session.state.report.modules["first"].details["sparsity"] == pytest.approx(stored, abs=1e-6) != grown
+    assert any("of the weights are zero at the end, not 50.0%" in note for note in session.state.report.notes)
+
+
 def test_a_recipe_in_yaml_trains_and_a_calibration_after_it_keeps_what_was_learnt(cases, new_trainer):
     text = """
 quant_stage:
