@@ -41,7 +41,7 @@ from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
 from compressor.nn.attention.kv_cache import attach_kv_quantizer, attention_modules
 from compressor.nn.experts import UnfusedExperts, split_weights
 from compressor.nn.quantized_linear import is_conv1d
-from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+from compressor.numerics.scheme import OBSERVER_KINDS, QuantizationArgs, QuantizationScheme
 from compressor.settings.kinds import DEVICE, MODEL_CLASS, PATH
 from compressor.settings.options import check_kind
 
@@ -170,7 +170,7 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
         groups = (found.get("config_groups") or {}).values()
         kv = found.get("kv_cache_scheme")
         schemes = [_scheme(group, found.get("format")) for group in groups]
-        kv_cache_scheme = None if kv is None else QuantizationArgs(**_fields(kv))
+        kv_cache_scheme = None if kv is None else _args(kv)
         for pattern in (*(one for scheme in schemes for one in scheme.targets), *(found.get("ignore") or ())):
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
     except (ValidationError, LookupError, TypeError, AttributeError, re.error) as error:
@@ -184,7 +184,7 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
 
 
 def _scheme(group: Mapping[str, Any], model_format: str | None) -> QuantizationScheme:
-    parts = {key: None if group.get(key) is None else QuantizationArgs(**_fields(group[key])) for key in _SCHEME_PARTS}
+    parts = {key: None if group.get(key) is None else _args(group[key]) for key in _SCHEME_PARTS}
     # A group without a format of its own has the model's, unless that only says that groups differ; one without weights stores none.
     weights = parts["weights"]
     stored_as = None if weights is None else group.get("format") or (None if model_format in _NO_FORMAT else model_format)
@@ -193,9 +193,16 @@ def _scheme(group: Mapping[str, Any], model_format: str | None) -> QuantizationS
     return QuantizationScheme(targets=group["targets"], output_activations=group.get("output_activations"), format=stored_as, **parts)
 
 
-def _fields(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what says how scales were found, or in which dtype the zero points were before they were packed."""
-    return {key: value for key, value in args.items() if key not in _NOT_READ}
+def _args(given: Mapping[str, Any]) -> QuantizationArgs:
+    """A number format, without the dtype that zero points had before they were packed; how its scales were found decides nothing any more.
+
+    So an observer that means something here is kept as it was written, for whoever saves again, and held against no rule.
+    """
+    args = QuantizationArgs(**{key: value for key, value in given.items() if key not in _NOT_READ})
+    observer, settings = given.get("observer"), given.get("observer_kwargs")
+    if not isinstance(observer, str) or observer not in OBSERVER_KINDS:
+        return args
+    return args.model_copy(update={"observer": observer, "observer_kwargs": settings if isinstance(settings, dict) else {}})
 
 
 def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | type | None, trust_remote_code: bool) -> nn.Module:

@@ -137,7 +137,8 @@ def decode_module(parts: Mapping[str, torch.Tensor], scheme: WeightScheme) -> De
         if name not in parts:
             raise ValueError(f"{name} is missing")
         if tuple(parts[name].shape) != expected:
-            raise ValueError(f"{name} has the shape {list(parts[name].shape)}, not {list(expected)}")
+            asked = f", as weight_shape {list(shape)} asks for" if scheme.is_packed else ""  # either of the two may be the damaged one
+            raise ValueError(f"{name} has the shape {list(parts[name].shape)}, not {list(expected)}{asked}")
     if scheme.has_groups and (not scheme.group_size or shape[1] % scheme.group_size):
         raise ValueError(f"{shape[1]} columns do not divide into groups of {scheme.group_size}")
     codes, is_clean = _codes(parts, scheme, shape)

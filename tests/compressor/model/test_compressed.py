@@ -505,6 +505,26 @@ def test_a_weight_that_is_computed_from_others_is_refused_by_name(compute):
     oneshot(model, recipe=recipe("W4A16", ignore=["lm_head", "re:.*up_proj"]))
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scheme": "FP8"},
+        {"scheme": "NVFP4"},
+        {"scheme": "W4A16", "weight_observer": "mse"},
+        {"scheme": "NVFP4A16", "weight_observer": "imatrix_mse"},
+        {"scheme": "W8A8", "kv_cache_scheme": {"num_bits": 8, "type": "float", "observer": "memoryless_minmax"}},
+    ],
+    ids=str,
+)
+def test_what_was_loaded_is_saved_again_in_the_same_bytes_whatever_found_its_scales(settings, source_dir, token_ids, tmp_path):
+    oneshot(source_dir, recipe=recipe(**settings), dataset=[*token_ids], output_dir=tmp_path / "out")
+    load_compressed(tmp_path / "out").save_pretrained(tmp_path / "again")
+    names = {file.name for file in (tmp_path / "again").iterdir()}
+    assert {"config.json", "compression.json", "model.safetensors"} <= names
+    for name in names:
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
+
+
 @pytest.mark.parametrize(("name", "head"), [("BertForSequenceClassification", "classifier"), ("BertForMaskedLM", "re:cls.*")])
 def test_a_checkpoint_of_another_class_is_answered_with_that_class(name, head, tmp_path):
     """Also where the weights would fit, as those of a masked language model do."""
