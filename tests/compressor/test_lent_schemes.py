@@ -8,21 +8,20 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs as ForeignArgs
 from compressed_tensors.quantization import QuantizationScheme as ForeignScheme
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import AutoRoundModifier, GPTQModifier, QuantizationModifier, load_recipe, oneshot
 from compressor.errors import CompressorError, RecipeError
 from compressor.lifecycle import Modifier
 from compressor.nn import QuantizedLinear
+from tests import tiny
 
 INT4 = {"num_bits": 4, "group_size": 16, "strategy": "group"}
 IDS = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))
 
 
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **shape)).eval()
+    return tiny.llama(intermediate_size=48)
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

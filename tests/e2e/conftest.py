@@ -14,25 +14,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests import tiny
+
 
 @pytest.fixture(scope="session")
 def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers, bf16, saved with a tokenizer and generation config."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("base") / "llama"
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    tiny.llama(vocab_size=256, hidden_size=128, intermediate_size=128).bfloat16().save_pretrained(folder)
     words = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)} | {"<unk>": 26}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", pad_token="<unk>").save_pretrained(folder)

@@ -12,6 +12,7 @@ import torch
 from compressor import oneshot
 from compressor.errors import CalibrationError
 from compressor.nn import QuantizedLinear
+from tests import tiny
 
 FC2 = "model.decoder.layers.1.fc2"
 IDS = torch.randint(0, 256, (16, 48), generator=torch.Generator().manual_seed(3))
@@ -19,11 +20,8 @@ IDS = torch.randint(0, 256, (16, 48), generator=torch.Generator().manual_seed(3)
 
 def opt(num_dead: int, value: float = -100.0) -> Any:
     """An OPT of two layers; the first units of the last layer's ReLU never fire."""
-    from transformers import OPTConfig, OPTForCausalLM
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 128, "ffn_dim": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=128, max_position_embeddings=64, dropout=0.0))
+    model = tiny.opt(vocab_size=256, hidden_size=128, ffn_dim=256, word_embed_proj_dim=128, dropout=0.0)
     model.get_submodule("model.decoder.layers.1.fc1").bias.data[:num_dead] = value
     return model.eval()
 

@@ -8,16 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor.cli.main import main
+from tests import tiny
 
 
 def test_calibrate_all_experts_gives_every_expert_all_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_local_experts": 4}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path / "model")
+        tiny.mixtral(hidden_size=128, intermediate_size=128, num_hidden_layers=1).save_pretrained(tmp_path / "model")
     save_file({"input_ids": torch.arange(60, dtype=torch.int32).reshape(3, 20)}, tmp_path / "tokens.safetensors")
     recipe = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W4A16, ignore: [lm_head], fallback_budget: 99}}}"
     fixed = ["oneshot", str(tmp_path / "model"), "--recipe", recipe, "--dataset", str(tmp_path / "tokens.safetensors"), "--quiet"]

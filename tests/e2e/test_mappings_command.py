@@ -11,6 +11,7 @@ from compressor.cli.main import main
 from compressor.entrypoints.mappings import find_mappings
 from compressor.json_text import to_json
 from compressor.model.loading import stand_in
+from tests import tiny
 
 NORM = "model.layers.*.input_layernorm (2) -> model.layers.*.self_attn.q_proj, model.layers.*.self_attn.k_proj, "
 
@@ -18,10 +19,8 @@ NORM = "model.layers.*.input_layernorm (2) -> model.layers.*.self_attn.q_proj, m
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Nothing but the config of a Llama."""
-    from transformers import LlamaConfig
 
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaConfig(**sizes, num_hidden_layers=2, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
+    tiny.config("llama", hidden_size=16, intermediate_size=32, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -51,26 +50,15 @@ def test_hidden_states_that_may_be_turned_stand_in_all_three(folder: Path, tmp_p
 
 
 def test_what_is_in_the_way_of_turning_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import Gemma2Config
-
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 4,
-    }
-    Gemma2Config(**sizes, num_hidden_layers=2, architectures=["Gemma2ForCausalLM"]).save_pretrained(tmp_path / "model")
+    tiny.config("gemma2", hidden_size=16, intermediate_size=32, head_dim=4, architectures=["Gemma2ForCausalLM"]).save_pretrained(
+        tmp_path / "model"
+    )
     assert main(["mappings", str(tmp_path / "model")]) == 0
     assert "hidden states may not be turned: model.layers.0.post_attention_layernorm adds" in capsys.readouterr().out
 
 
 def test_norms_of_one_name_that_others_read_are_told_apart(tmp_path: Path) -> None:
-    from transformers import T5Config
-
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 4, "decoder_start_token_id": 0}
-    T5Config(**sizes, num_layers=2, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    tiny.config("t5", d_kv=4, num_heads=4, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
     report = find_mappings(tmp_path)
     norms = [line for line in report.lines() if line.startswith("decoder.block.*.layer.*.layer_norm (2) -> ")]
     read = [line.partition(" -> decoder.block.*.layer.*.")[2].split(",")[0] for line in norms]

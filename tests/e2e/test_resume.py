@@ -18,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests import tiny
+
 INT4 = {"num_bits": 4, "group_size": 32, "strategy": "group"}
 MLP, ATTENTION = "re:.*mlp.*_proj", "re:.*self_attn.*_proj"
 # Two modifiers, of which one observes static inputs and the other quantizes a layer outside of all stages, too.
@@ -108,14 +110,14 @@ class Killer:
 
 def _inputs(folder: Path) -> dict[str, Any]:
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast
 
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=32)).bfloat16().save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    routed = Qwen3MoeConfig(**sizes, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
-    Qwen3MoeForCausalLM(routed).bfloat16().save_pretrained(folder / "experts")
+    tiny.llama(num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32).bfloat16().save_pretrained(
+        folder / "model"
+    )
+    tiny.qwen3_moe(
+        num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32
+    ).bfloat16().save_pretrained(folder / "experts")
     words = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a", pad_token="a").save_pretrained(folder / "model")
     ids = torch.randint(0, 64, (6, 16), generator=torch.Generator().manual_seed(3), dtype=torch.int32)

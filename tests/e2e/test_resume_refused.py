@@ -23,6 +23,7 @@ from compressor import oneshot
 from compressor.cli.main import main
 from compressor.errors import AlreadyDoneError, CheckpointError, OutputError, ResumeError
 from compressor.settings.verbs import DataSettings
+from tests import tiny
 
 INT4 = {"num_bits": 4, "group_size": 32, "strategy": "group"}
 RECIPE: dict[str, Any] = {"GPTQModifier": {"ignore": ["lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": INT4}}}}
@@ -53,14 +54,12 @@ class Unfinished:
     """A model, data, and the run folder of a run that was stopped in the third of four layers."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
         self.model, self.tokens, self.out = folder / "model", folder / "tokens.safetensors", folder / "out"
         self.run = folder / "out.partial-run"
         if not self.model.exists():
-            sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
-            torch.manual_seed(0)
-            LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=32)).bfloat16().save_pretrained(self.model)
+            tiny.llama(
+                num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32
+            ).bfloat16().save_pretrained(self.model)
             ids = torch.randint(0, 64, (6, 16), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
             save_file({"input_ids": ids}, self.tokens)
             with stopping_at(10), pytest.raises(KeyboardInterrupt):

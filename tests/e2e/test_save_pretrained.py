@@ -20,18 +20,10 @@ from torch import nn
 
 from compressor import load_compressed, oneshot, train
 from compressor.errors import CheckpointError, ModelError, OutputError, SchemeError, UserInputError
+from tests import tiny
 
 IDS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(1))
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 128,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 
 
 def quantize(**settings: Any) -> dict[str, Any]:
@@ -45,10 +37,12 @@ PRUNE = {
 
 
 def llama(**changes: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM._from_config(LlamaConfig(**{**SIZES, **changes}), dtype=torch.bfloat16).eval()
+    return LlamaForCausalLM._from_config(
+        tiny.config("llama", hidden_size=128, intermediate_size=128, num_hidden_layers=1, **changes), dtype=torch.bfloat16
+    ).eval()
 
 
 def tied() -> Any:
@@ -56,18 +50,18 @@ def tied() -> Any:
 
 
 def mixtral() -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers import MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)  # type: ignore[arg-type]
+    config = tiny.config("mixtral", hidden_size=128, intermediate_size=128, num_hidden_layers=1)  # type: ignore[arg-type]
     return MixtralForCausalLM._from_config(config, dtype=torch.float32).eval()
 
 
 def gpt2() -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
+    config = tiny.config("gpt2", n_embd=128, n_layer=1)
     return GPT2LMHeadModel._from_config(config, dtype=torch.float32).eval()
 
 
@@ -419,10 +413,9 @@ def test_a_run_that_fails_leaves_save_pretrained_as_it_was(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", ["output_dir", "save", "save_pretrained"])
 @pytest.mark.parametrize("pair", [("lm_head", "model.embed_tokens"), ("model.norm", "model.layers.0.input_layernorm")])
 def test_what_the_config_does_not_call_tied_is_stored_under_each_name(pair: tuple[str, str], how: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)).eval()
+    model = tiny.llama(hidden_size=128, intermediate_size=128, num_hidden_layers=1, tie_word_embeddings=False)
     model.get_submodule(pair[0]).weight = model.get_submodule(pair[1]).weight
     folder = tmp_path / "o"
     result = oneshot(model, recipe=W8, output_dir=folder if how == "output_dir" else None)

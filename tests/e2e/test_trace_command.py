@@ -13,18 +13,24 @@ from safetensors.torch import save_file
 from compressor.cli.main import main
 from compressor.entrypoints.trace import trace_model
 from compressor.errors import TracingError
+from tests import tiny
 
 
 @pytest.fixture(scope="module")
 def config_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Nothing but the configs of two Llamas, of 6 and of 28 layers."""
-    from transformers import LlamaConfig
 
     folders = {}
     for num_layers in (6, 28):
         folders[num_layers] = tmp_path_factory.mktemp("config")
-        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": num_layers}
-        LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folders[num_layers])
+        tiny.config(
+            "llama",
+            hidden_size=16,
+            intermediate_size=32,
+            num_attention_heads=2,
+            num_hidden_layers=num_layers,
+            architectures=["LlamaForCausalLM"],
+        ).save_pretrained(folders[num_layers])
     return folders
 
 
@@ -120,10 +126,10 @@ def test_mistakes_are_one_line(trace: Trace, tmp_path: Path) -> None:
 
 
 def test_targets_that_no_batch_reaches_are_named_with_the_modality_that_would() -> None:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = LlamaConfig(vocab_size=64, num_key_value_heads=1, **sizes)  # type: ignore[arg-type]
+    text = tiny.config("llama", num_key_value_heads=1, **sizes)  # type: ignore[arg-type]
     vision = CLIPVisionConfig(image_size=8, patch_size=4, projection_dim=16, **sizes)  # type: ignore[arg-type]
     model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision, image_token_index=60, image_token_id=60))
     report = trace_model(model.eval())

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from compressor import train
 from compressor.cli.main import main
 from compressor.errors import OutputError, ResumeError
+from tests import tiny
 
 LAYERS = ["re:.*mlp.*_proj"]
 GRADUAL = {"MagnitudePruningModifier": {"targets": LAYERS, "start": 1, "end": 9, "update": 2, "final_sparsity": 0.5, "leave_enabled": True}}
@@ -91,13 +92,9 @@ class Killer:
 
 
 def make_inputs(folder: Path) -> dict[str, Any]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1)
-    ).bfloat16().save_pretrained(folder / "model")
+    tiny.llama(num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32, attention_dropout=0.1).bfloat16().save_pretrained(
+        folder / "model"
+    )
     ids = torch.randint(0, 64, (11, 16), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
     save_file({"input_ids": ids}, folder / "tokens.safetensors")
     save_file({"input_ids": ids[:2]}, folder / "heldout.safetensors")

@@ -21,6 +21,7 @@ from compressor.numerics import QParams, QuantizationArgs
 from harness.mutants.code_swap import bug
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
+from tests import tiny
 
 _KV, _QUERIES = "compressor.nn.attention.kv_cache:", "compressor.nn.attention.queries:"
 _OBSERVING = "compressor.modifiers.schemes.kv_cache:_observing"
@@ -31,12 +32,8 @@ _PADDED = 5  # real tokens of the second sequence
 
 
 def _model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).eval()
+        model = tiny.llama(intermediate_size=32, num_hidden_layers=1)
     layer = model.model.layers[0].self_attn
     model.model.embed_tokens.weight.data[0] = torch.linalg.svd(layer.q_proj.weight.data).Vh[0]  # no query is larger than that of padding
     return model

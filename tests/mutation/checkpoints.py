@@ -18,6 +18,7 @@ from harness.mutants.code_swap import bug
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
 from harness.reporting.verdict import Outcome
+from tests import tiny
 
 _STATE = "compressor.model.checkpoints.save:saved_state"
 _TOKENIZER = "compressor.model.checkpoints.save:_write_tokenizer"
@@ -86,14 +87,12 @@ def _base() -> Path:
     """A small Llama with a tokenizer, kept until the process ends."""
     import torch
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     folder = Path(tempfile.mkdtemp(prefix="mutants-base-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, dtype="bfloat16")).to(torch.bfloat16)
+        model = tiny.llama(hidden_size=64, tie_word_embeddings=False, dtype="bfloat16").to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):  # all ones would hide what happens to them
             parameter.data += torch.linspace(0, 0.5, parameter.numel(), dtype=parameter.dtype)

@@ -18,6 +18,7 @@ from compressor import oneshot
 from compressor.cli.main import main
 from compressor.distributed import launch
 from compressor.distributed.ranks import Ranks
+from tests import tiny
 
 RECIPE = (
     "quant_modifiers: {GPTQModifier: {ignore: [lm_head], config_groups: {all: {targets: [Linear], "
@@ -62,11 +63,8 @@ def _free_port() -> int:
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_torchrun_writes_what_one_process_writes(nodes: int, tmp_path: Path) -> None:
     """Two nodes are two agents, which meet on the loopback address."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "model")  # type: ignore[arg-type]
+    tiny.llama(intermediate_size=48, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "model")  # type: ignore[arg-type]
     save_file({"input_ids": torch.randint(64, (48, 96))}, tmp_path / "data.safetensors")
     data, threads = str(tmp_path / "data.safetensors"), torch.get_num_threads()
     torch.set_num_threads(1)

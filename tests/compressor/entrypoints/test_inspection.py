@@ -9,20 +9,19 @@ import pytest
 import torch
 from rich.table import Table
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import load_compressed, oneshot
 from compressor.cli.main import main
 from compressor.console import Console, with_output
 from compressor.entrypoints.inspection import inspect_checkpoint
 from compressor.errors import ModelError
+from tests import tiny
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    tiny.llama(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 

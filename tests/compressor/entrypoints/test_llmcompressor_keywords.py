@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import compressor
 from compressor import GPTQModifier, QuantizationModifier, QuantizedLinear, load_recipe, oneshot
@@ -19,6 +19,7 @@ from compressor.cli.main import main
 from compressor.errors import ModelError, RecipeError, UserInputError
 from compressor.settings.llmcompressor import KEYWORDS, NAMES, translated
 from compressor.settings.verbs import OneshotSettings
+from tests import tiny
 
 CHAPTER = Path(compressor.__file__).parent / "entrypoints" / "README.md"
 # llmcompressor 0.14.0.1: the signature of oneshot, and the fields of its classes of arguments.
@@ -210,11 +211,9 @@ def test_they_say_so_where_scripts_import_them(home: str, name: str) -> None:
 
 
 def _llama(folder: Path, *, tied: bool = False) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=tied
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny.llama(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=tied
+    ).save_pretrained(folder)
     return folder
 
 
@@ -279,9 +278,9 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:.*has no effect here:UserWarning")
 def test_values_of_published_scripts_work(name: str) -> None:
     """Those that its examples give, on a model with experts."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1))
+    model = tiny.mixtral(
+        intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1
+    )
     rows = Dataset.from_list([{"input_ids": [*range(3, 9)], "attention_mask": [1] * 6, "loss_mask": [0, 0, 1, 1, 1, 1]}] * 8)
     given = DatasetDict({"train": rows, "train_sft": rows}) if "splits" in SCRIPTS[name] else rows
     recipe = GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head", "re:.*mlp.gate"], fallback_budget=6)
@@ -339,18 +338,9 @@ def test_one_stage_of_a_recipe(stage: str) -> None:
 
 
 def _mixture(folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-    )
-    MixtralForCausalLM(config).save_pretrained(folder)
+    tiny.mixtral(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_local_experts=2, num_experts_per_tok=1
+    ).save_pretrained(folder)
     return folder
 
 
@@ -410,9 +400,9 @@ def test_loose_patterns_give_the_checkpoint_that_exact_ones_give(tmp_path: Path,
 
 @pytest.mark.filterwarnings("ignore:transformers .* will not load these experts:UserWarning")
 def test_experts_have_the_names_that_recipes_have_for_them_whatever_files_call_them(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2, num_experts_per_tok=1)).save_pretrained(tmp_path / "m")
+    tiny.mixtral(
+        hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, num_local_experts=2, num_experts_per_tok=1
+    ).save_pretrained(tmp_path / "m")
     for name, first, last in (("a", "(gate|up)_proj", "down_proj"), ("b", "w(1|3)", "w2")):
         scheme = {"W8A16": [f"re:.*experts.*{first}$"], "W4A16": [f"re:.*experts.*{last}$"]}
         oneshot(tmp_path / "m", recipe=QuantizationModifier(scheme=scheme), output_dir=tmp_path / name)

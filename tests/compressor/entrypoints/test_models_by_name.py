@@ -25,6 +25,7 @@ from compressor.planning import plan
 from compressor.training_run import train
 from harness.bisect.locate import bisect
 from harness.validation.compare import validate
+from tests import tiny
 
 RECIPE = {"quant_modifiers": {"QuantizationModifier": {"scheme": "W8A16", "targets": ["Linear"], "ignore": ["lm_head"]}}}
 ROWS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16]]
@@ -33,10 +34,10 @@ ROWS = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15, 16]]
 @pytest.fixture
 def folder(tmp_path: Path, hub: Any) -> Path:
     """A tiny model, which the hub has as owner/name, at the revisions main (other weights) and v2."""
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     for name, seed in (("other", 1), ("model", 0)):
-        torch.manual_seed(seed)
-        LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / name, max_shard_size="300KB")
+        tiny.llama(seed=seed, hidden_size=128, intermediate_size=128, num_attention_heads=2).save_pretrained(
+            tmp_path / name, max_shard_size="300KB"
+        )
     hub.add("owner/name", tmp_path / "other")
     hub.add("owner/name", tmp_path / "model", revision="v2")
     return tmp_path / "model"

@@ -19,6 +19,7 @@ from compressor.mappings.pairs import pattern_of
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.sample_batches import sample_batches
 from harness.traceability.architectures import zoo
+from tests import tiny
 
 CPU = torch.device("cpu")
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -27,7 +28,6 @@ MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 OPT = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
 DEEPSEEK = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 4}
 HEADS = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
 VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8, "patch_size": 4}
 
 _ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -44,8 +44,7 @@ def text(kind: str, settings: dict[str, Any]) -> Callable[[], tuple[nn.Module, d
 
 
 def t5() -> tuple[nn.Module, dict[str, Tensor]]:
-    torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5))
+    model = tiny.t5(d_model=32, d_ff=48, num_heads=4, feed_forward_proj="gated-gelu")
     return _roughened(model), {"input_ids": _ids, "decoder_input_ids": _ids[:, :5]}
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from compressor.model.targets import resolve_targets
 from compressor.nn import QuantizedLinear
 from compressor.numerics import QuantizationScheme, make_observer, quantize, weight_qparams
+from tests import tiny
 
 VOCAB_SIZE = 96
 _SHAPE = {
@@ -123,7 +124,7 @@ def tiny_moe() -> Callable[[str], nn.Module]:
     """Build a mixture-of-experts model with random float32 weights; equal for equal kinds."""
 
     def make(kind: str) -> nn.Module:
-        from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, MixtralConfig, PreTrainedConfig, Qwen3MoeConfig
+        from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedConfig
 
         base = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -131,8 +132,8 @@ def tiny_moe() -> Callable[[str], nn.Module]:
         ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
         deepseek = {"n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, **ranks}
         configs: dict[str, Callable[[], PreTrainedConfig]] = {
-            "mixtral": lambda: MixtralConfig(**few, intermediate_size=48, num_local_experts=4),
-            "qwen3_moe": lambda: Qwen3MoeConfig(**few, intermediate_size=48, moe_intermediate_size=24, num_experts=8, head_dim=8),
+            "mixtral": lambda: tiny.config("mixtral", **few, intermediate_size=48),
+            "qwen3_moe": lambda: tiny.config("qwen3_moe", **few, intermediate_size=48, moe_intermediate_size=24, num_experts=8),
             "deepseek_v3": lambda: DeepseekV3Config(
                 **{**few, "num_key_value_heads": 4}, intermediate_size=48, moe_intermediate_size=24, **deepseek
             ),

@@ -17,6 +17,7 @@ from compressor.errors import CheckpointError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, State
 from compressor.model.base import check_unclaimed, contents
 from compressor.numerics.checksum import checksum
+from tests import tiny
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.float8_e4m3fn, torch.complex64)
 
@@ -205,11 +206,9 @@ def test_what_a_hook_of_somebody_else_writes_is_taken_back_or_found(tmp_path: Pa
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_training_changes_what_is_trained_only(frozen: bool, tmp_path: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **sizes))
+    model = tiny.llama(
+        vocab_size=32, max_position_embeddings=16, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
     norm = model.model.norm
     norm.weight.requires_grad_(not frozen)
     norm.register_forward_hook(rescale)

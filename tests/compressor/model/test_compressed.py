@@ -21,6 +21,7 @@ from compressor.model.checkpoints.save import save_checkpoint
 from compressor.model.loading.empty import load_empty
 from compressor.model.loading.load import load_model, quiet_transformers
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from tests import tiny
 
 BF16_ONLY = {"NVFP4", "MXFP4", "MXFP4XFP8", "MXFP8"}
 # test_roundtrip.py writes and reads the other presets, module by module.
@@ -105,11 +106,8 @@ def test_packed_embeddings_beside_quantized_inputs_are_refused_before_the_run(ma
 
 
 def test_gpt2_is_compressed_in_memory_and_not_for_transformers(token_ids, tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=128, n_layer=1, n_head=4, vocab_size=128, bos_token_id=None, eos_token_id=None)
-    model = GPT2LMHeadModel(config).eval()
+    model = tiny.gpt2(n_embd=128, n_layer=1, vocab_size=128, bos_token_id=None, eos_token_id=None).eval()
     plain = logits(model, token_ids % 128)
     with pytest.raises(SchemeError, match="no quantized form of Conv1D"):
         oneshot(model, recipe=recipe("W4A16", ("Conv1D",), ignore=[]), output_dir=tmp_path / "refused")
@@ -391,12 +389,7 @@ def _unsaved_buffer(model) -> None:
 
 
 def _two_layers():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=128)
-    ).eval()
+    return tiny.llama(hidden_size=128, intermediate_size=128, vocab_size=128)
 
 
 def _epsilon(model) -> None:
@@ -531,7 +524,7 @@ def test_a_checkpoint_of_another_class_is_answered_with_that_class(name, head, t
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.BertConfig(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=128)
+    config = tiny.config("bert", hidden_size=128, intermediate_size=128, num_hidden_layers=1, vocab_size=128)
     kind = getattr(transformers, name)
     oneshot(kind(config).eval(), recipe=recipe("W8A16", ignore=[head]), output_dir=tmp_path / "out")
     with pytest.raises(ModelError, match=f"model_class='{name}'"):
@@ -545,9 +538,9 @@ def test_a_checkpoint_of_another_class_is_answered_with_that_class(name, head, t
 
 @pytest.mark.parametrize("load", [load_model, load_empty])
 def test_a_base_of_another_class_is_answered_with_that_class(load, tmp_path):
-    from transformers import BertConfig, BertForMaskedLM
+    from transformers import BertForMaskedLM
 
-    config = BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
+    config = tiny.config("bert", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=16)
     BertForMaskedLM(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"a BertForMaskedLM, and AutoModelForCausalLM makes a BertLMHeadModel .*model_class='BertForM"):
         load(tmp_path)

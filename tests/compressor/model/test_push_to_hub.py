@@ -9,9 +9,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from compressor import load_compressed, oneshot
+from tests import tiny
 
 IDS = torch.arange(24).reshape(2, 12)
 
@@ -19,9 +20,7 @@ IDS = torch.arange(24).reshape(2, 12)
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # the client's own
 def test_what_is_pushed_is_what_is_saved(hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # files go to the hub itself
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    model = tiny.llama(hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
     recipe = {"quant_modifiers": {"QuantizationModifier": {"scheme": "W8A16", "targets": ["Linear"], "ignore": ["lm_head"]}}}
     result = oneshot(model, recipe=recipe)
     with pytest.raises(HfHubHTTPError, match="401"):  # no token

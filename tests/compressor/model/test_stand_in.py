@@ -11,6 +11,7 @@ from transformers import JambaConfig, LlamaConfig, LlamaForCausalLM
 
 from compressor.model.loading import stand_in as module
 from compressor.model.loading.stand_in import stand_in
+from tests import tiny
 
 IDS = torch.arange(10).reshape(2, 5)
 
@@ -18,9 +19,7 @@ IDS = torch.arange(10).reshape(2, 5)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A config of six layers, without weights."""
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, architectures=["LlamaForCausalLM"]
-    )
+    config = tiny.config("llama", intermediate_size=48, num_hidden_layers=6, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     MptConfig,
     MptForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
@@ -24,8 +22,8 @@ from compressor import load_compressed, oneshot
 from compressor.algorithms.autoround import LearnedRounding
 from compressor.errors import CalibrationError, NumericsError, TracingError
 from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
+from tests import tiny
 
-SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = torch.randint(0, 96, (32, 24), generator=torch.Generator().manual_seed(5))
 FORMATS: dict[str, dict[str, Any]] = {
     "groups": {"num_bits": 3, "group_size": 16},
@@ -47,8 +45,7 @@ def begun(weight: Tensor, args: QuantizationArgs) -> LearnedRounding:
 
 
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, initializer_range=0.2)).eval()
+    return tiny.llama(vocab_size=96, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2)
 
 
 def recipe(weights: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
@@ -197,7 +194,7 @@ def test_the_uncompressed_stream_is_taken_where_layers_run_once() -> None:
 @pytest.mark.nightly
 def test_experts_learn_with_the_block_that_they_lie_in() -> None:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    config = tiny.config("qwen3_moe", vocab_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32)
     config.initializer_range = 0.2
     model = Qwen3MoeForCausalLM(config).eval()
     result = oneshot(model, recipe=recipe(ignore=["lm_head", "re:.*mlp.gate$"]), dataset=TOKENS)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import AWQModifier, GPTQModifier, QuantizationModifier, load_recipe, oneshot, plan
 from compressor.algorithms.clipping import search_clipping
@@ -16,8 +16,8 @@ from compressor.errors import RecipeError, TargetError
 from compressor.numerics import QuantizationArgs
 from compressor.recipe import Recipe
 from harness.validation import validate
+from tests import tiny
 
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(64, (12, 10), generator=torch.Generator().manual_seed(0))
 INT4 = {"num_bits": 4, "group_size": 16, "strategy": "group"}
 OLDER = """
@@ -36,18 +36,13 @@ quant_stage:
 """
 
 
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
-
-
 def apart() -> Recipe:
     awq = AWQModifier(duo_scaling=False)
     return load_recipe([awq, QuantizationModifier(config_groups={"group_0": {"targets": ["Linear"], "weights": INT4}}, ignore=["lm_head"])])
 
 
 def weights_of(recipe: Any) -> dict[str, Tensor]:
-    model = llama()
+    model = tiny.llama()
     oneshot(model, recipe=recipe, dataset=IDS)
     return dict(model.state_dict())
 
@@ -91,11 +86,11 @@ def test_what_means_nothing_is_refused_with_its_line(settings: str, why: str) ->
 
 def test_it_and_another_modifier_do_not_quantize_the_same_layers() -> None:
     with pytest.raises(TargetError, match="make their targets disjoint"):
-        oneshot(llama(), recipe=[AWQModifier(scheme="W8A8"), GPTQModifier(scheme="W8A8")], dataset=IDS)
+        oneshot(tiny.llama(), recipe=[AWQModifier(scheme="W8A8"), GPTQModifier(scheme="W8A8")], dataset=IDS)
 
 
 def test_an_older_recipe_is_planned_run_resumed_and_validated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llama().save_pretrained(tmp_path / "base")
+    tiny.llama().save_pretrained(tmp_path / "base")
     planned = plan(tmp_path / "base", recipe=OLDER)
     assert {module.modifier for module in planned.modules} == {"QuantizationModifier"} and planned.pipeline != "data_free"
     run: dict[str, Any] = {"recipe": OLDER, "dataset": IDS, "pipeline": "sequential"}
@@ -149,7 +144,7 @@ def test_ranges_are_what_forwards_of_single_groups_would_choose(symmetric: bool,
 
 def outliers() -> LlamaForCausalLM:
     """One weight in twenty stands out, which is what ranges are narrowed for."""
-    model = llama()
+    model = tiny.llama()
     draw = torch.Generator().manual_seed(1)
     for name, weight in model.named_parameters():
         if "proj" in name:
@@ -180,4 +175,4 @@ def test_narrowed_ranges_bring_outputs_closer_and_are_noted() -> None:
 )
 def test_ranges_that_something_else_chooses_are_not_narrowed(behind: Any) -> None:
     with pytest.raises(RecipeError, match=r"AWQModifier\[0\].clip: True was given"):
-        oneshot(llama(), recipe=[AWQModifier(clip=True), behind], dataset=IDS)
+        oneshot(tiny.llama(), recipe=[AWQModifier(clip=True), behind], dataset=IDS)

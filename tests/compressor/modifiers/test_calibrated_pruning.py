@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from compressor import (
     AutoRoundModifier,
@@ -26,17 +26,12 @@ from compressor.errors import CalibrationError, CompressorError, NumericsError, 
 from compressor.lifecycle import EventType, Session, State
 from compressor.nn import QuantizedLayer
 from compressor.recipe import load_recipe
+from tests import tiny
 
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(64, (16, 12), generator=torch.Generator().manual_seed(0))
 BOTH = [SparseGPTModifier, WandaPruningModifier]
 REST = {"ignore": ["lm_head"]}
 GROUPS = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}}
-
-
-def llama(**settings: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, **settings)).eval()
 
 
 def linear(model: nn.Module) -> dict[str, Tensor]:
@@ -49,7 +44,7 @@ def zeros(weight: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_weight_that_two_targets_have_is_not_pruned_by_the_inputs_of_one(kind: Any) -> None:
-    model = llama()
+    model = tiny.llama()
     first, second = (layer.mlp.up_proj for layer in model.model.layers)
     second.weight = first.weight
     with pytest.raises(TargetError, match=r"layers\.0\.mlp\.up_proj: its weight is tied to model\.layers\.1\.mlp\.up_proj\.weight"):
@@ -60,7 +55,7 @@ def test_a_weight_that_two_targets_have_is_not_pruned_by_the_inputs_of_one(kind:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("structure", ["0:0", "unstructured", "2:4"])
 def test_every_layer_gets_its_zeros(kind: Any, structure: str) -> None:
-    model = llama()
+    model = tiny.llama()
     before = {name: weight.clone() for name, weight in linear(model).items()}
     head = model.lm_head.weight.clone()
     report = oneshot(model, recipe=kind(sparsity=0.5, mask_structure=structure, **REST), dataset=IDS).report
@@ -90,7 +85,7 @@ def test_errors_do_not_depend_on_the_size_of_weights(name: str, size: float, tmp
     """Whose squares float32 does not hold, though it holds all that the model computes."""
     errors = []
     for factor in (1.0, size):
-        model = llama()
+        model = tiny.llama()
         model.model.layers[0].mlp.up_proj.weight.data *= factor
         model.model.layers[0].mlp.down_proj.weight.data /= factor
         report = oneshot(model, recipe=LARGE[name](), dataset=IDS, output_dir=tmp_path / str(factor)).report
@@ -103,7 +98,7 @@ def test_errors_do_not_depend_on_the_size_of_weights(name: str, size: float, tmp
     (SparseGPTModifier(sparsity=0.5, **REST), "SparseGPTModifier finds error=(nan|inf)"),
 ])  # fmt: skip
 def test_a_number_that_no_report_can_hold_names_its_module(modifier: Any, said: str, tmp_path: Path) -> None:
-    model = llama()
+    model = tiny.llama()
     model.model.layers[0].mlp.up_proj.weight.data *= 1e30
     model.model.layers[0].mlp.down_proj.weight.data /= 1e30
     with pytest.raises(NumericsError, match=rf"^model\.layers\.0\.mlp\.up_proj: {said}.* too large for float32"):
@@ -117,7 +112,7 @@ def test_a_number_that_no_report_can_hold_names_its_module(modifier: Any, said: 
     SparseGPTModifier(sparsity=0.5, **REST),
 ])  # fmt: skip
 def test_a_weight_that_holds_nan_is_named(modifier: Any) -> None:
-    model = llama()
+    model = tiny.llama()
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
     with pytest.raises(
         NumericsError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight: holds NaN or infinity.* or ignore model.layers.1.mlp.up"
@@ -130,17 +125,17 @@ def test_a_weight_that_holds_nan_is_named(modifier: Any) -> None:
 
 
 def test_a_list_gives_each_layer_its_own_share() -> None:
-    model = llama()
+    model = tiny.llama()
     oneshot(model, recipe=WandaPruningModifier(sparsity=[0.25, 0.75], targets=["LlamaDecoderLayer"]), dataset=IDS)
     assert {zeros(weight) for name, weight in linear(model).items() if ".layers.0." in name} == {0.25}
     assert {zeros(weight) for name, weight in linear(model).items() if ".layers.1." in name} == {0.75}
     with pytest.raises(TargetError, match="lists 3 shares, and the targets lie in 2 layers"):
-        oneshot(llama(), recipe=WandaPruningModifier(sparsity=[0.25, 0.75, 0.5], **REST), dataset=IDS)
+        oneshot(tiny.llama(), recipe=WandaPruningModifier(sparsity=[0.25, 0.75, 0.5], **REST), dataset=IDS)
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_layers_with_outliers_keep_more_and_all_together_have_the_share(kind: Any) -> None:
-    model = llama()
+    model = tiny.llama()
     model.model.layers[1].mlp.up_proj.weight.data[:, 3] *= 50
     report = oneshot(model, recipe=kind(sparsity=0.5, sparsity_profile="OWL", owl_m=3, owl_lmbda=0.1, **REST), dataset=IDS).report
     first, second = (
@@ -154,7 +149,7 @@ def test_layers_with_outliers_keep_more_and_all_together_have_the_share(kind: An
 def test_the_uncompressed_model_runs_beside_and_makes_a_difference() -> None:
     found = {}
     for target in ("base", "propagated", None):
-        model = llama()
+        model = tiny.llama()
         oneshot(model, recipe=SparseGPTModifier(sparsity=0.5, target=target, **REST), dataset=IDS)
         found[target] = linear(model)
     last = "model.layers.1.mlp.down_proj"
@@ -168,7 +163,7 @@ def test_the_uncompressed_model_runs_beside_and_makes_a_difference() -> None:
 @pytest.mark.parametrize("passes", ["one", "two"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(kind: Any, passes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llama().save_pretrained(tmp_path / "base")
+    tiny.llama().save_pretrained(tmp_path / "base")
     recipe = [kind(sparsity=0.5, mask_structure="2:4", **REST), GPTQModifier(config_groups=GROUPS, target="propagated", **REST)]
 
     def run(out: str, **settings: Any) -> None:
@@ -201,7 +196,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(kind: Any, passes: Any,
 
 
 def test_a_float_checkpoint_resumes_and_is_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llama().save_pretrained(tmp_path / "base")
+    tiny.llama().save_pretrained(tmp_path / "base")
 
     def run(out: str, **settings: Any) -> None:
         oneshot(tmp_path / "base", recipe=SparseGPTModifier(sparsity=0.5, **REST), dataset=IDS, output_dir=tmp_path / out, **settings)
@@ -236,7 +231,7 @@ def test_a_float_checkpoint_resumes_and_is_read_by_transformers(tmp_path: Path, 
 )
 @pytest.mark.parametrize("quantizer", [GPTQModifier, QuantizationModifier])
 def test_quantization_keeps_what_was_pruned(pruner: Any, quantizer: Any) -> None:
-    model = llama()
+    model = tiny.llama()
     report = oneshot(model, recipe=[pruner.model_copy(), quantizer(config_groups=GROUPS, **REST)], dataset=IDS).report
     for name, record in report.modules.items():
         weight = model.get_submodule(name).dequantized_weight()
@@ -248,7 +243,7 @@ def test_quantization_keeps_what_was_pruned(pruner: Any, quantizer: Any) -> None
 def test_a_model_that_was_sparse_before_keeps_its_zeros_unless_they_may_move() -> None:
     broken = []
     for keep in (None, False):
-        model = llama()
+        model = tiny.llama()
         oneshot(model, recipe=MagnitudePruningModifier(final_sparsity=0.5, mask_structure="2:4", **REST))
         oneshot(model, recipe=GPTQModifier(config_groups=GROUPS, preserve_sparsity_mask=keep, **REST), dataset=IDS)
         codes = [module.codes() for module in model.modules() if isinstance(module, QuantizedLayer)]
@@ -258,7 +253,7 @@ def test_a_model_that_was_sparse_before_keeps_its_zeros_unless_they_may_move() -
 
 def test_zeros_may_be_moved_when_that_is_asked_for() -> None:
     recipe = [WandaPruningModifier(sparsity=0.5, **REST), GPTQModifier(config_groups=GROUPS, preserve_sparsity_mask=False, **REST)]
-    report = oneshot(llama(), recipe=recipe, dataset=IDS).report
+    report = oneshot(tiny.llama(), recipe=recipe, dataset=IDS).report
     assert min(float(record.details["sparsity"]) for record in report.modules.values()) < 0.5
     assert not any("pruned" in record.details for record in report.modules.values())
     assert any(re.search(r"at least [0-9,]+ of the [0-9,]+ weights that were pruned are not zero", note) for note in report.notes)
@@ -266,7 +261,7 @@ def test_zeros_may_be_moved_when_that_is_asked_for() -> None:
 
 @pytest.mark.parametrize("structure", ["2:4", "channel", "block_2,4"])
 def test_a_structure_that_is_gone_is_noted_though_there_are_as_many_zeros(structure: str) -> None:
-    model = llama()
+    model = tiny.llama()
     session = Session(State(model), [MagnitudePruningModifier(final_sparsity=0.5, mask_structure=structure, **REST)])
     session.initialize()
     session.send(EventType.CALIBRATION_START)
@@ -282,9 +277,7 @@ def test_a_structure_that_is_gone_is_noted_though_there_are_as_many_zeros(struct
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_experts_are_pruned_one_by_one(kind: Any, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts)).eval().save_pretrained(tmp_path / "base")
+    tiny.qwen3_moe().save_pretrained(tmp_path / "base")
     oneshot(tmp_path / "base", recipe=kind(sparsity=0.5, mask_structure="2:4", **REST), dataset=IDS, output_dir=tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     pruned = [name for name in tensors if name.endswith("_proj.weight")]
@@ -296,9 +289,7 @@ def test_experts_are_pruned_one_by_one(kind: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_expert_that_no_token_reaches_is_an_error_unless_allowed(kind: Any) -> None:
     def moe() -> Qwen3MoeForCausalLM:
-        torch.manual_seed(0)
-        experts = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts)).eval()
+        return tiny.qwen3_moe(num_experts=8, num_experts_per_tok=1)
 
     with pytest.raises(CalibrationError, match=r"no calibration token reached it; the recipe allows fallback_budget=0"):
         oneshot(moe(), recipe=kind(sparsity=0.5, **REST), dataset=IDS[:1, :2])
@@ -309,7 +300,7 @@ def test_an_expert_that_no_token_reaches_is_an_error_unless_allowed(kind: Any) -
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_layer_whose_input_was_zero_is_pruned_by_size_if_that_is_allowed(kind: Any) -> None:
-    model = llama()
+    model = tiny.llama()
     model.model.embed_tokens.weight.data.zero_()
     before = {name: weight.clone() for name, weight in linear(model).items()}
     report = oneshot(model, recipe=kind(sparsity=0.5, fallback_budget=100, **REST), dataset=IDS).report
@@ -348,18 +339,18 @@ WRONG: dict[str, tuple[dict[str, Any], type[CompressorError], str]] = {
 def test_what_cannot_be_meant_is_refused(kind: Any, what: str) -> None:
     settings, error, said = WRONG[what]
     with pytest.raises(error, match=said):
-        oneshot(llama(), recipe=kind(**{**REST, **settings}), dataset=IDS)
+        oneshot(tiny.llama(), recipe=kind(**{**REST, **settings}), dataset=IDS)
 
 
 def test_two_modifiers_do_not_prune_one_weight() -> None:
     recipe = [SparseGPTModifier(sparsity=0.5, **REST), WandaPruningModifier(sparsity=0.5, **REST)]
     with pytest.raises(TargetError, match="is set to zero by SparseGPTModifier"):
-        oneshot(llama(), recipe=recipe, dataset=IDS)
+        oneshot(tiny.llama(), recipe=recipe, dataset=IDS)
 
 
 def test_what_is_quantized_first_is_not_pruned_afterwards() -> None:
     with pytest.raises(RecipeError, match=r"q_proj is quantized by GPTQModifier\[0\] before it is pruned; let this one stand before"):
-        oneshot(llama(), recipe=[GPTQModifier(config_groups=GROUPS, **REST), SparseGPTModifier(sparsity=0.5, **REST)], dataset=IDS)
+        oneshot(tiny.llama(), recipe=[GPTQModifier(config_groups=GROUPS, **REST), SparseGPTModifier(sparsity=0.5, **REST)], dataset=IDS)
 
 
 def test_the_recipes_of_llm_compressor_are_read() -> None:
@@ -374,14 +365,14 @@ sparsity_stage:
       targets: ['re:model.layers.\\d*$']
       ignore: ['re:.*lm_head']
 """
-    model = llama()
+    model = tiny.llama()
     oneshot(model, recipe=load_recipe(text), dataset=IDS)
     assert {zeros(weight) for weight in linear(model).values()} == {0.5}
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_run_without_calibration_does_not_pass_for_a_pruned_one(kind: Any) -> None:
-    model = llama()
+    model = tiny.llama()
     before = {name: weight.clone() for name, weight in linear(model).items()}
     session = Session(State(model=model), [kind(sparsity=0.5, **REST)])
     session.initialize()

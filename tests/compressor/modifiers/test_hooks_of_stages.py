@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import AutoRoundModifier, GPTQModifier, QuantizationModifier, SparseGPTModifier
 from compressor.lifecycle import EventType, FinishedStage, Modifier, Session, State
+from tests import tiny
 
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(64, (4, 12), generator=torch.Generator().manual_seed(0))
 GROUPS = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}}
 REST = {"ignore": ["lm_head"]}
@@ -28,8 +27,7 @@ class Started:
     """A calibration that has seen the data, and of which no stage has ended."""
 
     def __init__(self, modifier: Modifier) -> None:
-        torch.manual_seed(0)
-        self.model, self.modifier = LlamaForCausalLM(LlamaConfig(**SIZE)).eval(), modifier
+        self.model, self.modifier = tiny.llama(intermediate_size=32), modifier
         self.names = {module: name for name, module in self.model.named_modules()}
         self.state = State(model=self.model)
         self.session = Session(self.state, [modifier])

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from compressor import AutoRoundModifier, AWQModifier, GPTQModifier, QuantizationModifier, oneshot
 from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError
 from compressor.numerics import QuantizationArgs, calculate_qparams, weight_qparams
 from compressor.numerics.quantize import fake_quantize
+from tests import tiny
 
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(64, (16, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -27,8 +27,7 @@ def groups(**settings: Any) -> dict[str, Any]:
 
 
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZE)).eval()
+    model = tiny.llama()
     model.model.layers[0].input_layernorm.weight.data[::5] *= 30
     return model
 
@@ -118,9 +117,7 @@ def test_where_it_cannot_work_it_is_refused() -> None:
 
 def test_an_expert_that_no_token_reaches_is_an_error_unless_allowed() -> None:
     def moe() -> Qwen3MoeForCausalLM:
-        torch.manual_seed(0)
-        experts = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts)).eval()
+        return tiny.qwen3_moe(num_experts=8, num_experts_per_tok=1)
 
     def run(budget: int) -> Any:
         recipe = QuantizationModifier(config_groups=groups(), ignore=["lm_head"], fallback_budget=budget)

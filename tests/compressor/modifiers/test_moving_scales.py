@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import oneshot
 from compressor.algorithms.smoothing import equalizing_scales, search_awq, smooth_scales
@@ -22,8 +22,8 @@ from compressor.modifiers.transforms.smoothing import LogarithmicEqualizationMod
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.numerics import QuantizationArgs, weight_qparams
 from compressor.numerics.quantize import dequantize, quantize
+from tests import tiny
 
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(64, (12, 10), generator=torch.Generator().manual_seed(0))
 INT4 = {"num_bits": 4, "group_size": 16, "strategy": "group"}
 GROUPS: dict[str, Any] = {"group_0": {"targets": ["Linear"], "weights": INT4}}
@@ -31,18 +31,11 @@ QKV = ["q_proj", "k_proj", "v_proj"]
 
 
 def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
+    model = tiny.llama()
     for name, parameter in model.named_parameters():
         if "norm" in name:  # a few channels are far larger than the others, as in large models
             parameter.data[::7] *= 20
     return model.to(dtype)
-
-
-def moe() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts, head_dim=8)).eval()
 
 
 def logits(model: nn.Module, ids: Tensor = IDS) -> Tensor:
@@ -106,7 +99,7 @@ def test_a_model_that_gives_nan_is_told_so_and_not_that_it_draws_random_numbers(
 
 
 @pytest.mark.parametrize("modifier", [SmoothQuantModifier, AWQModifier])
-@pytest.mark.parametrize("make", [llama, moe])
+@pytest.mark.parametrize("make", [llama, tiny.qwen3_moe])
 def test_outputs_stay_what_they_were(modifier: Any, make: Any) -> None:
     """With eight bits behind it, which hide nothing as coarse as a scale in the wrong place."""
     model, plain = make(), make()

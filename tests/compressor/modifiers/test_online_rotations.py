@@ -16,7 +16,7 @@ from compressed_tensors.transform import TransformConfig, apply_transform_config
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from compressor import GPTQModifier, QuantizationModifier, QuIPModifier, SpinQuantModifier, load_compressed, oneshot
 from compressor.algorithms.rotations import Rotation, make_rotation, rotation_of
@@ -31,8 +31,9 @@ from compressor.nn.experts import Expert
 from compressor.nn.online_rotation import OnlineRotation, rotated_modules
 from compressor.recipe import load_recipe
 from harness.traceability.architectures import zoo
+from tests import tiny
 from tests.compressor.mappings.test_residual_basis import roughened
-from tests.compressor.modifiers.test_spinquant import GROUPS, IDS, MODELS, SIZE, difference, llama, logits, moe
+from tests.compressor.modifiers.test_spinquant import GROUPS, IDS, MODELS, difference, llama, logits, moe
 
 R4 = SpinQuantModifier(rotations=["R4"])
 QUIP = QuIPModifier(rotations=["v", "u"], transform_type="hadamard")
@@ -300,7 +301,7 @@ def test_what_cannot_be_done_is_refused_and_the_model_is_as_it_was(recipe: Any, 
 )
 def test_what_is_advised_where_there_is_no_hadamard_matrix_helps(sizes: Any, modifier: Any, advice: Any) -> None:
     heads = sizes.get("num_attention_heads", 4)
-    config = LlamaConfig(**SIZE | sizes | {"num_key_value_heads": heads, "num_hidden_layers": 1})
+    config = tiny.config("llama", **sizes | {"num_key_value_heads": heads, "num_hidden_layers": 1})
     with pytest.raises(RecipeError, match=r"no Hadamard matrix of size \d+ can") as told:
         oneshot(LlamaForCausalLM(config), recipe=modifier.model_copy(deep=True))
     given = "".join(f"{key}: {value}, or " for key, value in advice.items())

@@ -19,11 +19,8 @@ from transformers import (
     GptOssForCausalLM,
     JambaConfig,
     JambaForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
-    MixtralConfig,
     MixtralForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
@@ -42,6 +39,7 @@ from compressor.errors import CompressorError, ModelError, RecipeError, SchemeEr
 from compressor.lifecycle import Modifier, Session, State
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.modifiers.pruning import expert_count
+from tests import tiny
 
 SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 IDS = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
@@ -57,14 +55,11 @@ def drawn(model: Any) -> Any:
 
 
 def qwen3_moe(**more: Any) -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32, "head_dim": 8}
-    return drawn(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts, **more)))  # type: ignore[no-any-return]
+    return drawn(tiny.qwen3_moe(**SIZE, num_experts=6, intermediate_size=32, **more))  # type: ignore[no-any-return]
 
 
 def mixtral() -> MixtralForCausalLM:
-    torch.manual_seed(0)
-    return drawn(MixtralForCausalLM(MixtralConfig(**SIZE, intermediate_size=32, num_local_experts=6)))  # type: ignore[no-any-return]
+    return drawn(tiny.mixtral(**SIZE, intermediate_size=32, num_local_experts=6))  # type: ignore[no-any-return]
 
 
 def gpt_oss() -> GptOssForCausalLM:
@@ -190,7 +185,7 @@ def test_a_later_modifier_may_not_stand_before_it() -> None:
 
 
 def llama() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**SIZE, intermediate_size=32)).eval()
+    return tiny.llama(**SIZE, intermediate_size=32)
 
 
 def jamba() -> JambaForCausalLM:

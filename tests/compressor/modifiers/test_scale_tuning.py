@@ -10,13 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
-    BertConfig,
-    BertModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
@@ -28,8 +22,8 @@ from compressor.modifiers.scale_tuning import ScaleTuningModifier
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.nn import QuantizedLayer
 from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
+from tests import tiny
 
-SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 INT3 = {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 16}
 TOKENS = torch.randint(0, 96, (64, 32), generator=torch.Generator().manual_seed(5))
 FORMATS: dict[str, dict[str, Any]] = {
@@ -44,8 +38,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, initializer_range=0.2)).to(dtype).eval()
+    return tiny.llama(vocab_size=96, num_attention_heads=2, num_key_value_heads=1, initializer_range=0.2).to(dtype).eval()
 
 
 def recipe(
@@ -138,16 +131,7 @@ def test_padding_counts_nowhere() -> None:
 
 @pytest.mark.parametrize("quantized_head", [False, True])
 def test_heads_may_be_quantized_or_tied(quantized_head: bool) -> None:
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "ffn_dim": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 32,
-    }
-    tied = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, init_std=0.2)).eval()
+    tied = tiny.opt(vocab_size=96, num_attention_heads=2, max_position_embeddings=32, init_std=0.2)
     model, ignore = (llama(), ()) if quantized_head else (tied, ("lm_head",))
     before, after = held_out(note_of(oneshot(model, recipe=recipe(ignore=ignore), dataset=TOKENS)))
     assert after < before
@@ -155,7 +139,7 @@ def test_heads_may_be_quantized_or_tied(quantized_head: bool) -> None:
 
 def test_experts_are_trained_one_by_one() -> None:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    config = tiny.config("qwen3_moe", vocab_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=16, moe_intermediate_size=32)
     config.initializer_range = 0.2
     result = oneshot(Qwen3MoeForCausalLM(config).eval(), recipe=recipe(ignore=("lm_head", "re:.*mlp.gate$")), dataset=TOKENS)
     before, after = held_out(note_of(result))
@@ -165,8 +149,7 @@ def test_experts_are_trained_one_by_one() -> None:
 
 
 def test_an_encoder_is_judged_by_its_last_hidden_states() -> None:
-    torch.manual_seed(0)
-    bert = BertModel(BertConfig(**SIZES, initializer_range=0.2)).eval()
+    bert = tiny.bert(vocab_size=96, num_attention_heads=2, initializer_range=0.2)
     result = oneshot(bert, recipe=recipe(quantizer="QuantizationModifier", ignore=()), dataset=TOKENS)
     assert "squared error of the output" in note_of(result)
     assert "best after step" in note_of(result)
@@ -203,10 +186,9 @@ def test_a_base_whose_outputs_are_no_numbers_is_nothing_to_aim_at(learned: str) 
 
 @pytest.mark.nightly
 def test_logits_behind_a_soft_cap_are_kept_whole() -> None:
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    torch.manual_seed(0)
-    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES, num_key_value_heads=1, head_dim=16, initializer_range=0.2, final_logit_softcapping=5.0))
+    gemma = tiny.gemma2(
+        vocab_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.2, final_logit_softcapping=5.0
+    )
     result = oneshot(gemma.eval(), recipe=recipe(steps=8), dataset=TOKENS)
     assert f"{64 * 32 * 96 * 4 / 1e6:.1f} MB of base outputs" in note_of(result)
     assert f"{64 * 32 * 32 * 4 / 1e6:.1f} MB of base outputs" in note_of(oneshot(llama(), recipe=recipe(steps=4), dataset=TOKENS))

@@ -11,15 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    OPTConfig,
     OPTForCausalLM,
-    Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
@@ -29,8 +22,8 @@ from compressor.lifecycle import Event, Session, State
 from compressor.mappings import turns
 from compressor.model.loading.load import load_model
 from compressor.recipe import load_recipe
+from tests import tiny
 
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
 GROUPS = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}}
 
@@ -43,20 +36,15 @@ def roughened(model: Any) -> Any:
 
 
 def llama(**settings: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return roughened(LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2, **settings)))  # type: ignore[no-any-return]
+    return roughened(tiny.llama(**settings))  # type: ignore[no-any-return]
 
 
 def opt() -> OPTForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return roughened(OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=32)))  # type: ignore[no-any-return]
+    return roughened(tiny.opt(max_position_embeddings=32))  # type: ignore[no-any-return]
 
 
 def moe() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8}
-    return roughened(Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts)))  # type: ignore[no-any-return]
+    return roughened(tiny.qwen3_moe())  # type: ignore[no-any-return]
 
 
 MODELS = {"llama": llama, "tied llama": lambda: llama(tie_word_embeddings=True), "opt": opt, "moe": moe}
@@ -100,8 +88,7 @@ def test_bfloat16_loses_no_more_than_a_rounding_of_every_weight() -> None:
 
 
 def test_a_conv1d_is_turned_by_its_own_sides() -> None:
-    torch.manual_seed(0)
-    model = roughened(GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32)))
+    model = roughened(tiny.gpt2(n_positions=32))
     before = logits(model)
     oneshot(model, recipe=SpinQuantModifier(rotations=["R1"]))
     assert difference(before, logits(model)) < 1e-5
@@ -222,8 +209,7 @@ def test_a_module_without_a_config_is_turned_by_the_data() -> None:
 
 
 def test_a_norm_behind_the_sum_is_named() -> None:
-    torch.manual_seed(0)
-    model = Gemma2ForCausalLM(Gemma2Config(**SIZE, num_key_value_heads=2, head_dim=8)).eval()
+    model = tiny.gemma2()
     with pytest.raises(TargetError, match=r"R1: model.layers.0.post_attention_layernorm adds .* leave R1 out"):
         oneshot(model, recipe=SpinQuantModifier())
 

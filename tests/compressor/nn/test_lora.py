@@ -8,13 +8,14 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import load_compressed, oneshot
 from compressor.errors import ModelError
 from compressor.nn import for_compressed, set_matmul
 from compressor.training import Trainer, TrainStep, adamw
 from compressor.training_run.attention import causal_attention
+from tests import tiny
 
 IDS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(1))
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 asks for it
@@ -23,8 +24,10 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 def compressed(scheme: str, output_dir: Path | None = None, num_layers: int = 2) -> Any:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": num_layers, "num_attention_heads": 2}
-    model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), dtype=torch.bfloat16).eval()
+    model = LlamaForCausalLM._from_config(
+        tiny.config("llama", hidden_size=128, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=2),
+        dtype=torch.bfloat16,
+    ).eval()
     recipe = {"quant_modifiers": {"QuantizationModifier": {"scheme": scheme, "targets": ["Linear"], "ignore": ["lm_head"]}}}
     return oneshot(model, recipe=recipe, dataset=list(IDS), output_dir=output_dir).model
 

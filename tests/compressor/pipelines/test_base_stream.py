@@ -11,29 +11,26 @@ import torch
 from pydantic import PrivateAttr
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 import compressor.modifiers.gptq
 from compressor import GPTQModifier, QuantizationModifier, oneshot
 from compressor.errors import CompressorError, TracingError
 from compressor.lifecycle import Event, Modifier, State
 from compressor.modifiers.schemes.hessians import BaseInputs
+from tests import tiny
 
 INT4 = {"num_bits": 4, "group_size": 16, "strategy": "group"}
 GROUPS = {"group_0": {"targets": ["Linear"], "weights": INT4}}
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(64, (24, 16), generator=torch.Generator().manual_seed(0))
 
 
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
+    return tiny.llama(intermediate_size=48)
 
 
 def moe() -> Qwen3MoeForCausalLM:
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts, head_dim=8)).eval()
+    return tiny.qwen3_moe(intermediate_size=48)
 
 
 def gptq(ignore: Sequence[str] = ("lm_head",), **settings: Any) -> GPTQModifier:
@@ -42,7 +39,7 @@ def gptq(ignore: Sequence[str] = ("lm_head",), **settings: Any) -> GPTQModifier:
 
 def test_keys_and_values_may_be_watched_to_the_end() -> None:
     scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor"}
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZE, "intermediate_size": 32}))  # no wider inside: nothing waits for the last stage
+    model = tiny.llama(intermediate_size=32)  # no wider inside: nothing waits for the last stage
     result = oneshot(model, recipe=gptq(kv_cache_scheme=scheme), dataset=IDS)
     assert any("keys and values of 2 attention modules" in note for note in result.report.notes)
 

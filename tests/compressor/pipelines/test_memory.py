@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import GPTQModifier, oneshot
 from compressor.pipelines.memory import return_freed_pages, return_large_blocks
 from compressor.pipelines.offload.activation_store import ActivationStore
 from compressor.tracing import trace
+from tests import tiny
 
 # Blocks of 2 MB, each with a small one behind it that lives on: without a fixed size the heap keeps them all.
 _CHURN = """
@@ -95,9 +95,7 @@ def test_few_samples_wait_with_wide_inputs(monkeypatch: pytest.MonkeyPatch, targ
 
     Beside the uncompressed model, whose samples have the last numbers, none waits there. What waits before a norm is what it reads.
     """
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_hidden_layers=2, **shape)).eval()
+    model = tiny.llama(intermediate_size=96)
     wide: set[int] = set()
     most: list[int] = []
     held: dict[int, int] = {}

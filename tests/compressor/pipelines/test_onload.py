@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import Modifier, QuantizationModifier, oneshot
 from compressor.errors import FinalizeError, OutOfMemoryError, TargetError, TracingError
@@ -23,6 +23,7 @@ from compressor.pages import let_go
 from compressor.pipelines.forward_checks import weights_held_to
 from compressor.pipelines.offload import onload
 from compressor.pipelines.offload.onload import OnloadedWeights
+from tests import tiny
 from tests.compressor.pipelines.simulated_device import Simulated
 
 LAYERS = 3
@@ -47,9 +48,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> type[Simulated]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    size = {"vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
     made = tmp_path_factory.mktemp("model") / "llama"
-    LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=LAYERS, tie_word_embeddings=True)).save_pretrained(made)
+    tiny.llama(vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, tie_word_embeddings=True).save_pretrained(
+        made
+    )
     return made
 
 

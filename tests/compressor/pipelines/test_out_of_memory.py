@@ -16,8 +16,8 @@ from compressor.lifecycle import CalibrationNeed, Event, Modifier, Session, Stat
 from compressor.pipelines import SequentialSettings, run_pipeline
 from compressor.pipelines.memory import memory_explained
 from compressor.progress import SilentProgress
+from tests import tiny
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 24}
 CPU_WORDS = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 123456 bytes."
 FAILURES: dict[str, Exception] = {
     "host": RuntimeError(CPU_WORDS),
@@ -59,10 +59,7 @@ def tokens() -> CalibrationData:
 
 
 def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1))
+    return tiny.llama(hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=24, num_key_value_heads=1)
 
 
 def run(where: str, error: Exception, pipeline: str = "sequential") -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import T5Config, T5ForConditionalGeneration
 
 from compressor import oneshot
 from compressor.algorithms.hessian import Hessian
@@ -24,8 +23,8 @@ from compressor.modifiers.schemes import input_statistics
 from compressor.nn import QuantizedLayer
 from compressor.pipelines import basic, run_pipeline, sequential
 from compressor.progress import SilentProgress
+from tests import tiny
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32}
 LENGTHS = (9, 4, 12, 7, 12)
 PAD = 63  # a token with an embedding of its own, which would leave traces
 BOUND = 1e-6
@@ -50,10 +49,8 @@ def padded(side: str) -> CalibrationData:
 
 def hessians(data: CalibrationData, pipeline: str) -> dict[str, Tensor]:
     """Run GPTQ and note each Hessian at the moment when it is used."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)).double()
+    model = tiny.llama(num_attention_heads=2, intermediate_size=32, num_key_value_heads=1).double()
     found: dict[str, Tensor] = {}
 
     class Noting(GPTQModifier):
@@ -94,10 +91,8 @@ def masks() -> list[Tensor]:
 @pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_masked_tokens_are_read_but_not_counted(batch_size: int | None) -> None:
     """Against a naive reference: plain forwards of whole rows, sums over the tokens that count."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)).double().eval()
+    model = tiny.llama(num_attention_heads=2, intermediate_size=32, num_key_value_heads=1).double().eval()
     sums: dict[str, Tensor] = {}
     num_tokens = sum(int(mask.sum()) for mask in masks())
     for row, mask in zip(rows(), masks(), strict=True):
@@ -235,8 +230,7 @@ def test_a_mask_is_not_laid_on_rows_that_are_not_the_tokens(order: str, pipeline
 
 @pytest.mark.parametrize("decoder_length", [6, 9])
 def test_what_is_said_of_a_decoder_behind_a_padded_encoder_is_what_helps(decoder_length: int) -> None:
-    torch.manual_seed(0)
-    model = T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)).eval()
+    model = tiny.t5(num_layers=1)
     recipe, ids = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W8A8, ignore: [lm_head]}}}", torch.randint(3, 60, (1, 9))
     batch = {"input_ids": ids, "attention_mask": (torch.arange(9) < 7).long()[None], "decoder_input_ids": ids[:, :decoder_length]}
     with pytest.raises(CalibrationError, match="those of a DataLoader you cut to their own length"):
@@ -267,16 +261,13 @@ def test_a_mask_of_another_name_is_said_not_to_be_read(as_tuple: bool) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_plain_model_is_never_taken_for_one_that_sorts_its_tokens(seed: int) -> None:
     """Attention of random weights is nearly uniform: padded rows hardly move with the padding, and real ones by little with the tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
-    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 20, (24,), generator=generator).tolist()
     rows = [{"input_ids": torch.randint(1, 64, (length,), generator=generator).tolist()} for length in lengths]
     groups = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
     result = oneshot(
-        LlamaForCausalLM(LlamaConfig(**size)).eval(),
+        tiny.llama(seed=seed, intermediate_size=48),
         recipe=GPTQModifier(ignore=["lm_head"], config_groups=groups, mode="fast"),
         dataset=rows,
         batch_size=24,

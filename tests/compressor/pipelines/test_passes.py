@@ -10,22 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import GPTQModifier, load_compressed, oneshot
 from compressor.cli.main import main
 from compressor.entrypoints.oneshot import OneshotResult
 from compressor.errors import CompressorError, TracingError
 from compressor.modifiers.schemes.base import SchemeModifier
+from tests import tiny
 
 INT4 = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}}
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = torch.randint(64, (24, 16), generator=torch.Generator().manual_seed(0))
 
 
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
+    return tiny.llama(intermediate_size=48)
 
 
 def gptq(ignore: Sequence[str] = ("lm_head",), target: Any = None) -> GPTQModifier:
@@ -86,12 +85,10 @@ def test_layers_run_once() -> None:
 
 @pytest.mark.parametrize("target", ["propagated", "base"])
 def test_bytes_do_not_depend_on_how_many_samples_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str) -> None:
-    wide = LlamaConfig(**{**SIZE, "intermediate_size": 160}, num_key_value_heads=2)
     calls: Counter[int] = Counter()
     for streams in (0, 3, 100):  # all samples wait before modules that read 160 features, some, and none
         monkeypatch.setattr("compressor.tracing.graph.run.WAITING_STREAMS", streams)
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(wide).eval()
+        model = tiny.llama(intermediate_size=160).eval()
         model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_, streams=streams: calls.update([streams]))
         compressed(model, "one", target=target, output_dir=tmp_path / str(streams))
     assert calls[0] > calls[100] and (calls[0] > calls[3] > calls[100]) == (target == "propagated")
@@ -100,9 +97,7 @@ def test_bytes_do_not_depend_on_how_many_samples_wait(tmp_path: Path, monkeypatc
 
 
 def test_experts_run_twice_and_all_else_once() -> None:
-    torch.manual_seed(0)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **experts, head_dim=8)).eval()
+    model = tiny.qwen3_moe(intermediate_size=48)
     result = oneshot(
         model,
         recipe=GPTQModifier(config_groups=INT4, ignore=["lm_head", "re:.*mlp.gate$"]),

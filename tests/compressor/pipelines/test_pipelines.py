@@ -17,8 +17,8 @@ from compressor.errors import CalibrationError, DatasetError, RecipeError, Targe
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, Session, State
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline, sequential
 from compressor.progress import SilentProgress
+from tests import tiny
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 24}
 PLAIN_CALL = nn.Module.__call__
 
 
@@ -85,10 +85,9 @@ class Recorder(Modifier):
 
 
 def llama(**settings: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, **settings)).train()
+    return tiny.llama(
+        hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=24, num_key_value_heads=1, **settings
+    ).train()
 
 
 def tokens(batch_size: int = 2) -> CalibrationData:

@@ -22,8 +22,8 @@ from compressor.modifiers.gptq import GPTQModifier, Solved
 from compressor.pipelines import SequentialSettings, run_pipeline
 from compressor.progress import SilentProgress
 from compressor.tracing import Engine
+from tests import tiny
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 32}
 WEIGHTS = {"num_bits": 2, "type": "int", "strategy": "channel", "symmetric": True}
 BOUND, APART = 1e-6, 1e-3
 
@@ -38,10 +38,7 @@ class Noting(GPTQModifier):
 
 
 def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1)).double().eval()
+    return tiny.llama(num_attention_heads=2, num_hidden_layers=3, intermediate_size=32, num_key_value_heads=1).double().eval()
 
 
 def tokens() -> CalibrationData:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig
 
 from compressor.cli.main import main
 from compressor.conversion.files import Files
@@ -20,9 +19,9 @@ from compressor.model.headers import NAMES, read_header
 from compressor.numerics import preset_scheme
 from compressor.planning import Plan, conversion, plan, planner
 from compressor.planning.estimate import Speed
+from tests import tiny
 from tests.bench.live_peak import live_peak_bytes
 
-SIZES = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 4096, "num_attention_heads": 4, "num_hidden_layers": 2}
 COLUMNS = 1024
 
 
@@ -36,13 +35,15 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    LlamaConfig(**SIZES, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained(path)
+    tiny.config(
+        "llama", vocab_size=512, hidden_size=256, intermediate_size=4096, dtype="bfloat16", architectures=["LlamaForCausalLM"]
+    ).save_pretrained(path)
     return path
 
 
 def test_the_disk_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(conversion, "_DISK_BYTES", 1 << 16)
+    monkeypatch.setattr(conversion, "DISK_BYTES", 1 << 16)
     assert all(1e3 < speed < 1e13 for speed in conversion.disk_speed.__wrapped__())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import GPTQModifier, oneshot
 from compressor.cli.main import main
@@ -16,8 +16,8 @@ from compressor.errors import RecipeError
 from compressor.modifiers.scale_tuning import ScaleTuningModifier
 from compressor.planning import plan
 from compressor.recipe import load_recipe
+from tests import tiny
 
-SIZE: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GPTQ: dict[str, Any] = {
     "ignore": ["lm_head"],
     "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
@@ -30,8 +30,7 @@ def recipe(**settings: Any) -> dict[str, Any]:
 
 
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=2)).eval()
+    return tiny.llama(intermediate_size=48)
 
 
 @pytest.mark.parametrize("by_option", [False, True])

@@ -14,6 +14,7 @@ from compressor.planning import Plan, plan, planner
 from compressor.planning.estimate import Speed
 from compressor.planning.planner import PlannedModule
 from compressor.planning.show import join_alike, show_plan
+from tests import tiny
 
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
 RECIPE = {
@@ -28,12 +29,20 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Qwen3MoeConfig
-
     path = tmp_path_factory.mktemp("model")
-    sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 5}
-    experts = {"num_experts": 12, "moe_intermediate_size": 64, "mlp_only_layers": [2], "num_key_value_heads": 2, "head_dim": 32}
-    Qwen3MoeConfig(**sizes, **experts, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(path)
+    tiny.config(
+        "qwen3_moe",
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=5,
+        num_experts=12,
+        moe_intermediate_size=64,
+        mlp_only_layers=[2],
+        head_dim=32,
+        dtype="bfloat16",
+        architectures=["Qwen3MoeForCausalLM"],
+    ).save_pretrained(path)
     return path
 
 

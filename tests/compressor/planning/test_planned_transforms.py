@@ -20,8 +20,8 @@ from compressor.modifiers.transforms.quip import QuIPModifier
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.planning import Plan, plan, planner
 from compressor.planning.estimate import Speed
+from tests import tiny
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 GPTQ = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
 
 
@@ -32,10 +32,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)).eval()
+    return tiny.llama(hidden_size=64, intermediate_size=96)
 
 
 def products(model: Any) -> int:

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, GPT2Config, LlamaConfig, ViTConfig, WhisperConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, ViTConfig, WhisperConfig
 
 from compressor.cli.main import main
 from compressor.errors import TargetError, UserInputError
 from compressor.pipelines import stage_targets
 from compressor.planning import Plan, plan, planner
 from compressor.planning.estimate import Speed, fit_into, measure_speed
+from tests import tiny
 
 RECIPE = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
 NO_HEAD = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "scheme": "W4A16"}}}}
@@ -34,9 +35,7 @@ def speed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        **SIZES, num_key_value_heads=2, max_position_embeddings=64, dtype="bfloat16", architectures=["LlamaForCausalLM"]
-    ).save_pretrained(path)
+    tiny.config("llama", **SIZES, dtype="bfloat16", architectures=["LlamaForCausalLM"]).save_pretrained(path)
     return path
 
 
@@ -154,17 +153,17 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
 
 UNWRITABLE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a layer without a quantized form": (
-        GPT2Config(vocab_size=64, n_embd=128, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"]),
+        tiny.config("gpt2", n_embd=128, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"]),
         {"targets": ["Conv1D"], "ignore": ["lm_head"], "scheme": "FP8_DYNAMIC"},
         "no quantized form of Conv1D",
     ),
     "a format for another dtype": (
-        LlamaConfig(**SIZES, dtype="float16", architectures=["LlamaForCausalLM"]),
+        tiny.config("llama", **SIZES, dtype="float16", architectures=["LlamaForCausalLM"]),
         {"targets": ["re:.*mlp.*proj"], "scheme": "NVFP4"},
         "the model computes in torch.float16",
     ),
     "nothing": (
-        LlamaConfig(**SIZES, dtype="bfloat16", architectures=["LlamaForCausalLM"]),
+        tiny.config("llama", **SIZES, dtype="bfloat16", architectures=["LlamaForCausalLM"]),
         {"targets": ["re:.*mlp.*proj"], "scheme": "NVFP4"},
         "",
     ),
@@ -196,11 +195,9 @@ def test_a_gpu_without_memory_is_none(folder: Path) -> None:
 
 
 def test_experts_too_many_for_one_stage_are_planned_one_by_one_as_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import Qwen3MoeConfig
-
     monkeypatch.setattr(stage_targets, "HESSIAN_BYTES", 0)
     sizes = SIZES | {"num_experts": 4, "moe_intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 1}
-    Qwen3MoeConfig(**sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
+    tiny.config("qwen3_moe", **sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
     made = make(tmp_path, passes="auto")
     assert made.forwards == "two"
     assert [f"model.layers.0.mlp.experts.{number}" for number in range(4)] == [
@@ -211,12 +208,11 @@ def test_experts_too_many_for_one_stage_are_planned_one_by_one_as_they_run(tmp_p
 @pytest.mark.nightly
 def test_a_plan_grows_with_the_model_and_not_with_its_square(tmp_path: Path) -> None:
     """DeepSeek-V3 has 45,000 linear layers: what looked at all pairs of names took hours."""
-    from transformers import Qwen3MoeConfig
 
     seconds = []
     for experts in (64, 256):
         sizes = SIZES | {"num_experts": experts, "moe_intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32}
-        Qwen3MoeConfig(**sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path / str(experts))
+        tiny.config("qwen3_moe", **sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path / str(experts))
         start = time.process_time()
         with pytest.MonkeyPatch.context() as patches:
             patches.setattr(stage_targets, "HESSIAN_BYTES", 0)  # every expert is a stage

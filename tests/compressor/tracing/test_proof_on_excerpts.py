@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor.tracing import trace
 from compressor.tracing.picking import excerpt
+from tests import tiny
 
 IDS = torch.arange(8 * 64).reshape(8, 64) % 50
 
@@ -102,9 +102,7 @@ def test_what_a_graph_cannot_repeat_is_seen_on_excerpts_as_well() -> None:
 
 
 def test_a_llama_of_other_batch_sizes_and_padding_gives_the_same_graph() -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    model = LlamaForCausalLM(config).eval()
+    model = tiny.llama().eval()
     mask = torch.ones(8, 64, dtype=torch.long)
     mask[2, :20] = 0
     batches = [

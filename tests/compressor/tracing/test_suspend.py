@@ -16,9 +16,9 @@ from compressor.data import Batch, call_model
 from compressor.errors import CalibrationError, TracingError
 from compressor.tracing import SuspendedRun, infer_targets
 from compressor.tracing.suspend.paused_forward import Sample
+from tests import tiny
 
 PLAIN = {name: nn.Module.__dict__[name] for name in ("__call__", "__setattr__", "register_buffer")}
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "intermediate_size": 24}
 
 
 @pytest.fixture(autouse=True)
@@ -51,29 +51,27 @@ def padded_batches(*names: str) -> list[Batch]:
 
 
 def llama() -> tuple[nn.Module, list[Batch]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, use_cache=False)), padded_batches("input_ids")
+    return tiny.llama(
+        hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=24, num_key_value_heads=1, use_cache=False
+    ), padded_batches("input_ids")
 
 
 def gpt2() -> tuple[nn.Module, list[Batch]]:
-    from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=64, n_embd=16, n_head=2, n_layer=3, n_positions=16, use_cache=False, bos_token_id=0, eos_token_id=0)
-    return GPT2LMHeadModel(config), padded_batches("input_ids")
+    return tiny.gpt2(n_embd=16, n_head=2, n_layer=3, n_positions=16, use_cache=False), padded_batches("input_ids")
 
 
 def bert() -> tuple[nn.Module, list[Batch]]:
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import BertForSequenceClassification
 
-    return BertForSequenceClassification(BertConfig(**SIZES, max_position_embeddings=16)), padded_batches("input_ids")
+    return BertForSequenceClassification(
+        tiny.config("bert", hidden_size=16, num_attention_heads=2, num_hidden_layers=3, intermediate_size=24, max_position_embeddings=16)
+    ), padded_batches("input_ids")
 
 
 def t5() -> tuple[nn.Module, list[Batch]]:
-    from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, use_cache=False, decoder_start_token_id=0)
-    return T5ForConditionalGeneration(config), padded_batches("input_ids", "decoder_input_ids")
+    return tiny.t5(d_ff=24, use_cache=False), padded_batches("input_ids", "decoder_input_ids")
 
 
 class Residual(nn.Module):
@@ -457,12 +455,19 @@ def test_a_trial_call_leaves_no_value_on_modules() -> None:
 
 
 def test_rotary_tables_that_grow_and_shrink_with_the_sequence_are_those_of_plain_forwards() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    config = LlamaConfig(**SIZES, num_key_value_heads=1, use_cache=False, max_position_embeddings=8, rope_parameters=scaling)
-    model = LlamaForCausalLM(config).eval()
+    model = tiny.llama(
+        hidden_size=16,
+        num_attention_heads=2,
+        num_hidden_layers=3,
+        intermediate_size=24,
+        num_key_value_heads=1,
+        use_cache=False,
+        max_position_embeddings=8,
+        rope_parameters=scaling,
+    ).eval()
     batches: list[Batch] = [{"input_ids": torch.arange(length)[None] + 1} for length in (5, 20, 12, 30, 4)]
     with torch.no_grad():  # a table is kept from batch to batch, and every sample starts from the state of the model
         expected = [call_model(copy.deepcopy(model), batch) for batch in batches]

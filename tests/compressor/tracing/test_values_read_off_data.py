@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from compressor import oneshot
 from compressor.data.collate import Batch, call_model
 from compressor.errors import TracingError
 from compressor.tracing import Engine, trace
+from tests import tiny
 
 WIDTH = 4
 ENGINES: tuple[Engine, ...] = ("graph", "suspend", "auto")
@@ -232,10 +232,10 @@ def test_new_batches_of_a_run_are_proved_before_its_first_stage() -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_models_that_read_nothing_or_only_route_are_proved_by_a_few_batches(engine: Engine) -> None:
-    size = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "use_cache": False}
-    size |= {"num_attention_heads": 2, "num_key_value_heads": 2}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    models = (LlamaForCausalLM(LlamaConfig(**size)), MixtralForCausalLM(MixtralConfig(**size, **experts)))
+    models = (
+        tiny.llama(vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=2, use_cache=False),
+        tiny.mixtral(vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=2, use_cache=False),
+    )
     given: list[Batch] = [{"input_ids": torch.full((1, 5), value)} for value in range(8)]
     for model in models:
         model.config.pad_token_id = None

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.training import Snapshot, Trainer, TrainStep, WeightAverages, adamw, sgd, warmup_cosine
+from tests import tiny
 
 VOCABULARY = 32
 NO_AUDITS: dict[str, Any] = {"audit_every": 0}  # guards and replays stand alone here; audits have tests of their own
@@ -82,23 +83,11 @@ def _transformer(kind: str, **settings: Any) -> nn.Module:
 
     if kind == "llama":
         size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-        return t.LlamaForCausalLM(t.LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, use_cache=False, **size, **settings))
+        return tiny.llama(vocab_size=VOCABULARY, max_position_embeddings=32, use_cache=False, **size, **settings)
     if kind == "gpt2":
-        return t.GPT2LMHeadModel(
-            t.GPT2Config(
-                vocab_size=VOCABULARY,
-                n_positions=32,
-                n_embd=16,
-                n_layer=2,
-                n_head=2,
-                use_cache=False,
-                bos_token_id=0,
-                eos_token_id=0,
-                **settings,
-            )
-        )
+        return tiny.gpt2(vocab_size=VOCABULARY, n_positions=32, n_embd=16, n_head=2, use_cache=False, **settings)
     size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return t.BertForMaskedLM(t.BertConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **size))
+    return t.BertForMaskedLM(tiny.config("bert", vocab_size=VOCABULARY, max_position_embeddings=32, **size))
 
 
 @dataclass(frozen=True)

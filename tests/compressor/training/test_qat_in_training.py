@@ -25,6 +25,7 @@ from compressor.numerics import PRESETS, QuantizationScheme, weight_qparams
 from compressor.recipe import load_recipe
 from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, save_training
 from compressor.training_run import train
+from tests import tiny
 
 NUM_STEPS, START, FREEZE, END = 60, 8, 30, 45
 TIMES = {"start": START, "end": END, "disable_quantization_observer_epoch": FREEZE}
@@ -545,11 +546,17 @@ def test_training_with_rounding_beats_rounding_and_is_not_merely_more_training()
 
 def test_a_checkpoint_in_fewer_bits_has_the_codes_that_were_trained(tmp_path):
     """`train` casts a model to the dtype that it was loaded in; codes come from the weights before that."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **size)).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    tiny.llama(
+        vocab_size=32,
+        max_position_embeddings=16,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ).to(torch.bfloat16).save_pretrained(tmp_path / "base")
     rows = torch.randint(0, 32, (16, 16))
     models = {}
     for dtype in ("float32", "bfloat16"):

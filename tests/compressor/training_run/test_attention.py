@@ -15,6 +15,7 @@ from compressor.training import Trainer, TrainStep, adamw
 from compressor.training_run import attention
 from compressor.training_run.attention import OWN, Attention, causal_attention
 from compressor.training_run.phases import next_token_loss
+from tests import tiny
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 HEADS = {"num_key_value_heads": 1}
@@ -22,7 +23,7 @@ KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window
 
 
 def llama(**settings: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **HEADS, **settings))
+    return tiny.llama(**SIZES, **HEADS, **settings)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -37,9 +38,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "causal by a mask for each kind of layer, over 8 tokens where it slides",
     ),
     "gpt2": (
-        lambda: transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-        ),
+        lambda: tiny.gpt2(n_head=2),
         "causal by its kernel",
     ),
     "bloom": (
@@ -135,14 +134,12 @@ def test_a_mask_is_tried_on_as_many_blocks_as_a_step_takes() -> None:
 
 
 def test_models_that_do_not_predict_every_token_are_refused() -> None:
-    t5 = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=64, d_model=32, d_ff=64, num_layers=1, num_heads=2, d_kv=16)
-    )
+    t5 = tiny.t5(d_model=32, d_ff=64, num_layers=1, d_kv=16)
     with pytest.raises(ModelError, match="no causal language model"):
         causal_attention(t5, ids(1))
-    encoder = transformers.LlamaModel(transformers.LlamaConfig(**SIZES, **HEADS))
+    encoder = transformers.LlamaModel(tiny.config("llama", **SIZES, **HEADS))
     with pytest.raises(ModelError, match="no causal language model"):
         causal_attention(encoder, ids(1))
-    classifier = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, **HEADS, pad_token_id=0))
+    classifier = transformers.LlamaForSequenceClassification(tiny.config("llama", **SIZES, **HEADS, pad_token_id=0))
     with pytest.raises(ModelError, match=r"gives \[2, 2\] for tokens \[2, 16\]"):
         causal_attention(classifier, ids(1))

@@ -10,6 +10,7 @@ import transformers
 
 from compressor import train
 from compressor.errors import SchemeError
+from tests import tiny
 
 RECIPE = {
     "QuantizationModifier": {"config_groups": {"g": {"targets": ["Conv1D"], "weights": {"num_bits": 4, "group_size": 16}}}, "start": 1}
@@ -17,7 +18,7 @@ RECIPE = {
 
 
 def gpt2() -> transformers.GPT2LMHeadModel:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2))
+    return tiny.gpt2(n_positions=32, n_layer=1, n_head=2)
 
 
 def test_a_checkpoint_that_transformers_could_not_load_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import train
+from tests import tiny
 
 
 def test_a_file_that_datasets_reads_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,8 +19,6 @@ def test_a_file_that_datasets_reads_is_read(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "d.json").write_text(json.dumps([{"input_ids": row} for row in rows]))
     losses = []
     for source in (str(tmp_path / "d.json"), rows):
-        torch.manual_seed(0)
-        size = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(**size))
+        model = tiny.llama(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
         losses.append(train(model, dataset=source, steps=1, batch_size=2, max_seq_length=8, mode="eager", progress=False).losses)
     assert losses[0] == losses[1]

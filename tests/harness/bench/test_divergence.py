@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertModel, LlamaForCausalLM
 
+from tests import tiny
 from tests.bench.drive import divergence
-
-SIZE = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.fixture(params=["encoder", "decoder"])
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
     """A base, the same again as the model, and held-out tokens."""
-    torch.manual_seed(0)
-    model = BertModel(BertConfig(**SIZE)) if request.param == "encoder" else LlamaForCausalLM(LlamaConfig(**SIZE))
+    model = (
+        tiny.bert(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+        if request.param == "encoder"
+        else tiny.llama(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
     for name in ("base", "model"):
         model.save_pretrained(tmp_path / name)
     save_file({"input_ids": torch.randint(0, 32, (12, 6))}, tmp_path / "heldout.safetensors")

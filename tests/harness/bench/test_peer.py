@@ -13,10 +13,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from compressor.errors import UserInputError
 from harness.errors import HarnessError
+from tests import tiny
 from tests.bench import drive, peer
 
 _QUIET = Console(quiet=True)
@@ -135,19 +136,9 @@ def test_an_existing_result_is_kept(plan: peer.BenchPlan, fake_driver: Path, tmp
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama of two layers with token arrays beside it."""
     folder = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        dtype="bfloat16",
+    tiny.llama(vocab_size=96, hidden_size=128, intermediate_size=256, pad_token_id=0, dtype="bfloat16").to(torch.bfloat16).save_pretrained(
+        folder / "model"
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / "model")
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(96)}, unk_token="w0"))
     # The peer insists on a tokenizer, though the samples are tokens already.
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w0", pad_token="w0").save_pretrained(folder / "model")

@@ -9,18 +9,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests import tiny
 from tests.bench.qat import MODELS, PAIRS, main, verdict
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of one layer with tokens of its own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("tiny")
-    size = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=32, max_position_embeddings=16, **size)).to(torch.bfloat16).save_pretrained(path)
+    tiny.llama(
+        vocab_size=32,
+        max_position_embeddings=16,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    ).to(torch.bfloat16).save_pretrained(path)
     for name in ("calibration", "heldout"):
         save_file({"input_ids": torch.randint(0, 32, (12, 16), dtype=torch.int32)}, path / f"{name}.safetensors")
     return path

@@ -10,15 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import tiny
+
 Spoil = Callable[[dict[str, torch.Tensor]], None]
 
 
 def make_llama(layers: int = 5, **changes: int):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2} | changes
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, max_position_embeddings=64, tie_word_embeddings=False, **sizes))
+    model = tiny.llama(num_hidden_layers=layers, tie_word_embeddings=False, **sizes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("proj.weight"):

@@ -17,6 +17,7 @@ from compressor.errors import CompressorError, DatasetError, ModelError, UserInp
 from harness.bisect import bisect, swap_difference
 from harness.bisect.difference import swapped
 from harness.bisect.models import load_pair
+from tests import tiny
 
 REFERENCE = Path(__file__).parents[3] / "golden" / "reference"
 
@@ -288,11 +289,7 @@ def test_moved_scales_are_moved_in_the_base_too(tiny_base, tiny_tokens, spoil_co
 
 
 def build_mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=96, hidden_size=32, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2)
-    model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2, num_local_experts=4, max_position_embeddings=64, **sizes))
+    model = tiny.mixtral(vocab_size=96, intermediate_size=32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_(8 if "experts" in name or "proj" in name or "lm_head" in name else 1)

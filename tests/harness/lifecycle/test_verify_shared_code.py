@@ -15,6 +15,7 @@ from compressor.lifecycle import Event, Modifier, State
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.lifecycle.verify import verify
 from harness.reporting.verdict import Outcome
+from tests import tiny
 
 SUMS: dict[str, float] = {}
 
@@ -154,11 +155,7 @@ class Logs(Leaves):
 
 
 def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1
-    )
-    torch.manual_seed(7)
-    return transformers.LlamaForCausalLM(config).eval()
+    return tiny.llama(seed=7, vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1).eval()
 
 
 def _logits(model: nn.Module) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import harness
 from compressor import Event, Modifier, State
 from harness.reporting.verdict import Outcome
+from tests import tiny
 
 CHECKS = ["lifecycle.hooks_watch", "lifecycle.hooks"]
 
@@ -116,11 +117,13 @@ def test_a_hook_that_writes_into_an_object_of_a_forward_is_told(what: str) -> No
 
 
 def test_the_cache_of_a_transformers_model_is_no_hook() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     batches = [torch.arange(8).reshape(1, 8), {"input_ids": torch.arange(16).reshape(2, 8)}]
-    report = harness.verify(Nothing, LlamaForCausalLM(LlamaConfig(**sizes)), inputs=batches, checks=["lifecycle.hooks_watch"])
+    report = harness.verify(
+        Nothing,
+        tiny.llama(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2),
+        inputs=batches,
+        checks=["lifecycle.hooks_watch"],
+    )
     assert report.passed, report.to_text()
 
 

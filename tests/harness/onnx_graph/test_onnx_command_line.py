@@ -15,7 +15,6 @@ import pytest
 import torch
 from onnx import numpy_helper
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
 
 from compressor.errors import CheckpointError, UserInputError
 from harness.cli import main
@@ -32,6 +31,7 @@ from harness.onnx_graph.roundtrip.optimizers import optimize
 from harness.onnx_graph.skips import supervision
 from harness.onnx_graph.skips.context import forced_skips
 from harness.reporting.text import plain_text
+from tests import tiny
 
 BAD = {
     "export dir keep.txt": "keep.txt: a file of the kind .onnx goes there",
@@ -226,9 +226,15 @@ def test_every_part_is_in_its_mode_after_an_export(exporter: str) -> None:
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_experts_are_exported_and_route_other_tokens_as_the_model_does(exporter: str) -> None:
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    torch.manual_seed(0)
-    model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=8)).eval()
+    model = tiny.mixtral(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        num_local_experts=8,
+    )
     model.set_experts_implementation("grouped_mm")
     inputs = {"input_ids": torch.full((1, 6), 7), "attention_mask": torch.ones(1, 6, dtype=torch.int64)}
     graph = export(model, inputs, exporter=exporter).model

@@ -20,6 +20,7 @@ from harness.onnx_graph.commands.export import parse_dynamic
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
 from harness.onnx_graph.roundtrip.export import ExportFailure, export, write_graph
+from tests import tiny
 
 pytest.importorskip("onnxsim")
 WIDTH = 768
@@ -155,11 +156,7 @@ def test_a_graph_is_written_whole_with_its_data_beside_it_when_large(attention_g
 
 @pytest.mark.nightly  # every change exports, counts and goes round by other commands of this folder
 def test_the_commands_export_and_go_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
-    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "llama")
+    tiny.llama().save_pretrained(tmp_path / "llama")
     graph = str(tmp_path / "llama.onnx")
     folder = str(tmp_path / "llama")
     assert main(["onnx", "export", folder, graph, "--exporter", "torchscript", "--opset", "17", "--dynamic", "input_ids:1=length"]) == 0

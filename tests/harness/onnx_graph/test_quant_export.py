@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaForCausalLM
 
 from compressor import oneshot
 from compressor.errors import UserInputError
@@ -24,6 +24,7 @@ from harness.onnx_graph.roundtrip import export_quantized as quant_export
 from harness.onnx_graph.roundtrip.export import example_batch
 from harness.onnx_graph.roundtrip.export_quantized import export_quantized, load_quantized_for_export
 from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
+from tests import tiny
 
 INT4 = {"num_bits": 4, "group_size": 32}
 STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
@@ -45,9 +46,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], int]] = {
 
 @pytest.fixture(scope="module")
 def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, dtype="bfloat16")).to(torch.bfloat16)
+    return tiny.llama(hidden_size=64, intermediate_size=96, num_hidden_layers=1, dtype="bfloat16").to(torch.bfloat16)
 
 
 def _compress(model: LlamaForCausalLM, folder: Path, scheme: dict[str, Any]) -> Path:
@@ -135,9 +134,9 @@ def test_the_command_exports_a_compressed_checkpoint(llama: LlamaForCausalLM, tm
     ],
 )
 def test_experts_keep_their_codes_and_route_other_tokens_as_the_model_does(tmp_path: Path, scheme: str, exporter: str) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 50}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=12))  # more than the tokens reach
+    model = tiny.mixtral(
+        intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, vocab_size=50, num_hidden_layers=1, num_local_experts=12
+    )  # more than the tokens reach
     group = {"targets": ["Linear"], **SCHEMES[scheme][0]}
     recipe = {
         "quant_stage": {"quant_modifiers": {"QuantizationModifier": {"ignore": ["lm_head", "re:.*gate$"], "config_groups": {"g": group}}}}

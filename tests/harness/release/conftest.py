@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from compressor.nn.attention.kv_cache import cache_argument
 from harness.release.policy import GenerationLimits, ReleasePolicy
 from harness.validation.policy import Policy
+from tests import tiny
 
 TEMPLATE = (
     "{% for one in messages %}<s>{{ one.role }} : {{ one.content }}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant{% endif %}"
@@ -103,15 +104,19 @@ def release(made: Release, tmp_path: Path) -> Release:
 
 def _base(folder: Path) -> torch.nn.Module:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=NUM_TOKENS, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=False, attention_bias=True, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    model = tiny.llama(
+        vocab_size=NUM_TOKENS,
+        hidden_size=128,
+        intermediate_size=256,
+        tie_word_embeddings=False,
+        attention_bias=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
         dtype="bfloat16",
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    )
     with torch.no_grad():
         # A token mostly predicts the one behind it in the vocabulary, so that a wrong model shows, and so do predictions that are shifted.
         model.model.embed_tokens.weight.mul_(5)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from compressor import GPTQModifier, oneshot
 from compressor.cli.main import main as compressor
 from harness.cli import main
+from tests import tiny
 
 RECIPE = """
 quant_stage:
@@ -40,9 +40,7 @@ class Run:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Run:
     root = tmp_path_factory.mktemp("run")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model = tiny.llama(intermediate_size=48, num_attention_heads=2)
     model.model.layers[1].mlp.up_proj.weight.data[3, 4] = 1.5  # stands out
     model.save_pretrained(root / "base")
     save_file({"input_ids": torch.randint(0, 64, (4, 12))}, root / "data.safetensors")
@@ -87,9 +85,7 @@ def test_modules_stand_with_the_numbers_of_run_and_checkpoint(ran: Run, page: Pa
 
 def test_loud_input_channels_are_seen(tmp_path: Path) -> None:
     """One channel that a norm makes loud stands out by what the plain model's inputs say."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    model = tiny.llama(intermediate_size=48, num_attention_heads=2)
     model.model.layers[0].input_layernorm.weight.data[5] = 30.0
     tokens = torch.randint(0, 64, (4, 12))
     seen: list[torch.Tensor] = []

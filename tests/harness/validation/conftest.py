@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import tiny
+
 IGNORED = ["lm_head"]
 
 
@@ -34,15 +36,18 @@ class Workspace:
 
 @pytest.fixture(scope="session")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     root = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=0, dtype="bfloat16",
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = tiny.llama(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=96,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        dtype="bfloat16",
+    )
     with torch.no_grad():
         model.lm_head.weight.mul_(24)  # sharp predictions, so that a wrong model shows
     model.to(torch.bfloat16).eval().save_pretrained(root / "base")

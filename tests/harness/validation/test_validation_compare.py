@@ -18,6 +18,7 @@ from harness.validation.compare import validate
 from harness.validation.policy import Policy, SqnrLimits
 from harness.validation.report import page as report_module
 from harness.validation.report.page import write_report
+from tests import tiny
 
 LENIENT = Policy(max_perplexity_ratio=1.5, max_mean_kl=0.4, min_top1_agreement=0.6, max_accuracy_drop=0.2, allow_dequantize_load=True)
 
@@ -195,7 +196,7 @@ def test_names_from_outside_cannot_break_the_page(workspace, pristine, report, t
 
 
 def test_a_base_that_predicts_no_next_token_is_refused_with_what_validate_takes(tmp_path):
-    config = transformers.BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    config = tiny.config("bert", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
     for name in ("base", "compressed"):
         transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / name)
     with pytest.raises(ModelError, match=r"BertForSequenceClassification, .* give a causal language model") as caught:
@@ -205,7 +206,7 @@ def test_a_base_that_predicts_no_next_token_is_refused_with_what_validate_takes(
 
 @pytest.mark.parametrize(("name", "said"), [("BertForMaskedLM", "fills masks"), ("BertLMHeadModel", "depends on later tokens")])
 def test_a_base_that_reads_later_tokens_is_refused(name, said, tmp_path):
-    config = transformers.BertConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    config = tiny.config("bert", hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
     for folder in ("base", "compressed"):
         getattr(transformers, name)(config).save_pretrained(tmp_path / folder)
     with pytest.raises(ModelError, match=rf"{said}; validate compares .* give a causal language model"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from compressor import oneshot
 from harness.reporting.verdict import Outcome
@@ -21,6 +21,7 @@ from harness.validation.format.fused import fused_again
 from harness.validation.inspection import inspect_modules
 from harness.validation.loading import load_with_our_reader
 from harness.validation.subject import read_subject
+from tests import tiny
 
 W4 = {"config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}}}
 
@@ -29,10 +30,8 @@ W4 = {"config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 4
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Mixtral of one layer."""
     folder = tmp_path_factory.mktemp("base") / "mixtral"
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_local_experts": 4}
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        MixtralForCausalLM(MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(folder)
+        tiny.mixtral(intermediate_size=48, num_hidden_layers=1).save_pretrained(folder)
     return folder
 
 

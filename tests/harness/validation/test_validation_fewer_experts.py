@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from compressor import QuantizationModifier, REAPPruningModifier, SmoothQuantModifier, oneshot
 from harness.bisect import bisect
 from harness.reporting.verdict import Outcome
 from harness.validation.compare import validate
+from tests import tiny
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
@@ -24,7 +25,7 @@ IDS = torch.randint(96, (24, 16), generator=torch.Generator().manual_seed(0))
 
 
 def qwen3_moe() -> Any:  # whose files hold experts one by one
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=6, moe_intermediate_size=16, intermediate_size=32))
+    return tiny.qwen3_moe(**SIZES, **EXPERTS, num_experts=6, intermediate_size=32)
 
 
 def gpt_oss() -> Any:  # whose files hold them fused

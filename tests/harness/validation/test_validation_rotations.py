@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from compressor import QuantizationModifier, SpinQuantModifier, oneshot
 from harness.bisect import bisect
@@ -23,6 +22,7 @@ from harness.validation.behaviour.transformed import check_transforms
 from harness.validation.compare import validate
 from harness.validation.report.page import render_page
 from harness.validation.subject import read_subject
+from tests import tiny
 from tests.harness.validation.conftest import Workspace
 
 WEIGHTS = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}}
@@ -111,18 +111,15 @@ def test_a_damaged_float_weight_is_found_though_sums_may_round_otherwise(workspa
 
 
 def opt() -> nn.Module:
-    sizes = {"vocab_size": 96, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64))
+    return tiny.opt(vocab_size=96)
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    return tiny.gpt2(vocab_size=96)
 
 
 def moe() -> nn.Module:
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    return tiny.qwen3_moe(vocab_size=96, intermediate_size=32)
 
 
 @pytest.mark.parametrize("make", [opt, gpt2, moe])

@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from compressor import MagnitudePruningModifier, oneshot
 from compressor.algorithms.pruning.magnitude import Blocks, pruned_weights
@@ -17,6 +16,7 @@ from harness.validation.compare import validate
 from harness.validation.format.files import check_tensors
 from harness.validation.format.sparsity import check_sparsity
 from harness.validation.subject import read_subject
+from tests import tiny
 
 KV_ONLY = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}}}
 
@@ -186,8 +186,7 @@ def test_what_went_as_a_whole_is_counted_as_such(workspace, pruned, structure, n
 
 
 def test_rows_of_a_weight_that_lies_as_in_by_out_are_its_columns(tmp_path):
-    torch.manual_seed(0)
-    base = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0))
+    base = tiny.gpt2(n_layer=1, n_positions=16)
     base.save_pretrained(tmp_path / "base")
     recipe = MagnitudePruningModifier(targets=["Conv1D"], final_sparsity=0.5, mask_structure="2:4")
     oneshot(tmp_path / "base", recipe=recipe, output_dir=tmp_path / "out")

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from compressor import oneshot
 from compressor.modifiers.quantization import QuantizationModifier
@@ -24,6 +24,7 @@ from harness.validation.compare import ValidationReport, validate
 from harness.validation.format.container import read_checkpoint
 from harness.validation.report.page import render_page
 from harness.validation.subject import read_subject
+from tests import tiny
 from tests.harness.validation.conftest import Workspace
 
 V_TO_O = [[["re:.*o_proj"], "re:.*v_proj"], [["re:.*gate_proj", "re:.*up_proj"], "re:.*post_attention_layernorm"]]
@@ -117,16 +118,12 @@ def test_what_changes_the_function_is_found_though_every_tensor_fits(workspace: 
 
 
 def gpt2(folder: Path) -> None:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, tie_word_embeddings=False))
+    model = tiny.gpt2(vocab_size=96, tie_word_embeddings=False)
     model.eval().save_pretrained(folder)
 
 
 def moe(folder: Path) -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "intermediate_size": 32}
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).eval().save_pretrained(folder)
+    tiny.qwen3_moe(vocab_size=96, intermediate_size=32).save_pretrained(folder)
 
 
 @pytest.mark.parametrize("make", [gpt2, moe], ids=["Conv1D", "experts"])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
 from compressor.errors import NumericsError, SchemeError, TargetError
 from compressor.nn.attention.kv_cache import (
@@ -23,6 +23,7 @@ from compressor.nn.attention.kv_cache import (
     with_view,
 )
 from compressor.numerics import QParams, QuantizationArgs
+from tests import tiny
 
 IDS = torch.arange(24).reshape(2, 12) * 5 % 64
 STATIC = {
@@ -42,8 +43,7 @@ ALL = STATIC | DYNAMIC
 
 
 def model_of(dtype: torch.dtype = torch.float32, **settings) -> LlamaForCausalLM:
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(**{**shape, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, **settings})
+    config = tiny.config("llama", intermediate_size=48, pad_token_id=0, bos_token_id=None, eos_token_id=None, **settings)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return LlamaForCausalLM._from_config(config, dtype=dtype).eval()

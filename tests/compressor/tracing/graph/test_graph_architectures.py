@@ -10,21 +10,18 @@ import torch
 from torch import nn
 
 from compressor.tracing import trace
+from tests import tiny
 from tests.compressor.tracing.graph.conftest import Batch, equal
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 24}
 
 
 def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, use_cache=False))
+    return tiny.llama(**SIZES, num_key_value_heads=1, use_cache=False)
 
 
 def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=3, sliding_window=4, use_cache=False))
+    return tiny.mixtral(**SIZES, num_key_value_heads=1, num_local_experts=3, sliding_window=4, use_cache=False)
 
 
 def roformer() -> nn.Module:  # hands the shape of its input to a module
@@ -34,17 +31,11 @@ def roformer() -> nn.Module:  # hands the shape of its input to a module
 
 
 def bert() -> nn.Module:
-    from transformers import BertConfig, BertModel
-
-    return BertModel(BertConfig(**SIZES, max_position_embeddings=16))
+    return tiny.bert(**SIZES, max_position_embeddings=16)
 
 
 def t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, use_cache=False, decoder_start_token_id=0)
-    )
+    return tiny.t5(d_ff=24, use_cache=False)
 
 
 def batches_for(maker: Callable[[], nn.Module]) -> list[Batch]:
