@@ -177,7 +177,7 @@ def solve_r_form(E_CR: Tensor, factor: Factor, columns: GridColumns, block_size:
     """Left-looking Babai rounding; `E_CR` holds W on entry and E = W - Q on exit."""
     codes_CR = columns.empty_codes(E_CR)
     loss_R = E_CR.new_zeros(E_CR.shape[1])
-    kernel = _kernel_for(columns.grid, E_CR.device)
+    kernel = kernel_for(columns.grid, E_CR.device)
     for start in range(0, len(E_CR), block_size):
         run = slice(start, min(start + block_size, len(E_CR)))
         T_BR = E_CR[run].clone()
@@ -218,7 +218,7 @@ def _triton_kernel() -> RoundingKernel | None:
         return None
 
 
-def _kernel_for(grid: Grid, device: torch.device) -> RoundingKernel | None:
+def kernel_for(grid: Grid, device: torch.device) -> RoundingKernel | None:
     kernel = rounding_kernel(device) if grid.scale_RG.dtype in SCALE_DTYPES else None
     return kernel if kernel is not None and grid.args.type in kernel.number_types else None
 
@@ -302,7 +302,7 @@ def search_scales(work_CR: Tensor, factor: Factor, grid: Grid, order_C: Tensor) 
     """
     largest, smallest = SEARCHED_MULTIPLES[grid.args.num_bits]
     multiples_P = torch.linspace(largest, smallest, NUM_CANDIDATES, dtype=torch.float32, device=work_CR.device)
-    kernel = _kernel_for(grid, work_CR.device)
+    kernel = kernel_for(grid, work_CR.device)
     if kernel is not None:
         chosen_GR = kernel.search(work_CR, factor.unit_CC.t(), factor.diag_C, GridColumns(grid, order_C), multiples_P)
         return chosen_GR.t().to(grid.scale_RG.dtype).contiguous()

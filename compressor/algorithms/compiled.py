@@ -31,7 +31,7 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-sha
 SCALE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LAST = (ctypes.c_float, ctypes.c_float, ctypes.c_int)  # smallest and largest code, dtype of scales
 _TILE = 32
-_MIN_WORK = 1 << 26  # products and sums, some milliseconds: for less, a second thread costs more than it brings
+MIN_WORK = 1 << 26  # products and sums, some milliseconds: for less, a second thread costs more than it brings
 _BUILD_SECONDS = 60
 
 
@@ -135,7 +135,7 @@ def _pointers(held: Sequence[Tensor | None]) -> list[int | None]:
 
 def _in_parts(run: Callable[[int, int], int], rows: int, work: int) -> None:
     """Run over all rows, on as many threads as torch has where that pays."""
-    threads = torch.get_num_threads() if work > _MIN_WORK else 1
+    threads = torch.get_num_threads() if work > MIN_WORK else 1
     step = max(1, -(-rows // threads // _TILE) * _TILE if threads > 1 else rows)
     parts = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
     if len(parts) == 1:

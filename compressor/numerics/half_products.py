@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # what linear layers, matmul, einsum and their gradients come down to
-_MAX_WIDENED = 1 << 24  # numbers: the head of a large vocabulary would otherwise stand in memory once more, twice as wide
+MAX_WIDENED = 1 << 24  # numbers: the head of a large vocabulary would otherwise stand in memory once more, twice as wide
 _open: list[torch.library.Library] = []
 
 
@@ -61,8 +61,8 @@ def _widened(name: str) -> Callable[..., Tensor]:
         if right.dtype not in slow or any(factor.dtype != right.dtype for factor in factors):  # mixed ones torch refuses
             result: Tensor = kernel.call_boxed(keys, *factors, **scales)
             return result
-        if name == "mm" and right.numel() > _MAX_WIDENED and right.shape[1] > 1:
-            parts = right.split(max(1, _MAX_WIDENED // right.shape[0]), dim=1)
+        if name == "mm" and right.numel() > MAX_WIDENED and right.shape[1] > 1:
+            parts = right.split(max(1, MAX_WIDENED // right.shape[0]), dim=1)
             return torch.cat([product(keys, *factors[:-1], part) for part in parts], dim=1)
         result = kernel.call_boxed(keys, *(factor.float() for factor in factors), **scales)
         return result.to(right.dtype)

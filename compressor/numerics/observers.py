@@ -29,7 +29,7 @@ from compressor.numerics.quantize import check_groups, fake_quantize
 from compressor.numerics.scheme import QuantizationArgs
 
 # Values that a search or a histogram takes in at once; bounds the memory, not the result.
-_CHUNK = 1 << 22
+CHUNK = 1 << 22
 
 _NUM_BINS = 1 << 16
 
@@ -73,7 +73,7 @@ def weight_qparams(
         global_scale = calculate_global_scale(min_n, max_n)
     if args.observer_kind != "minmax":
         weights_GS = _importance(importance_C, groups_nS, args, name)
-        rows = max(1, _CHUNK // groups_nS.shape[-1])
+        rows = max(1, CHUNK // groups_nS.shape[-1])
         for start in range(0, len(groups_nS), rows):
             part = slice(start, start + rows)
             min_n[part], max_n[part] = _search_range(
@@ -197,8 +197,8 @@ class MSEObserver(MinMaxObserver):
         if self._counts is None:
             self._counts = torch.zeros(_NUM_BINS, dtype=torch.int64, device=x.device)
         flat = x.reshape(-1)
-        for start in range(0, flat.numel(), _CHUNK):
-            bins = flat[start : start + _CHUNK].to(torch.bfloat16).view(torch.int16).to(torch.int64) + _NUM_BINS // 2
+        for start in range(0, flat.numel(), CHUNK):
+            bins = flat[start : start + CHUNK].to(torch.bfloat16).view(torch.int16).to(torch.int64) + _NUM_BINS // 2
             self._counts += torch.bincount(bins, minlength=_NUM_BINS)
 
     def state(self) -> dict[str, Tensor]:
@@ -343,11 +343,11 @@ def _sum_errors(
 ) -> Tensor:
     """Sum |error / unit|^norm over each group, each value times its weight, [S] or [n, S]: how often it occurred; float64 [n]."""
     total_n = torch.zeros_like(unit_n, dtype=torch.float64)
-    for start in range(0, groups_nS.shape[-1], _CHUNK):
-        piece = groups_nS[:, start : start + _CHUNK]
+    for start in range(0, groups_nS.shape[-1], CHUNK):
+        piece = groups_nS[:, start : start + CHUNK]
         error = fake_quantize(piece, qparams, args).float() - piece.float()
         error = error.div_(unit_n.float().unsqueeze(-1)).abs_().pow_(norm)
         if weights_nS is not None:
-            error = error * weights_nS[..., start : start + _CHUNK].double()
+            error = error * weights_nS[..., start : start + CHUNK].double()
         total_n += error.sum(-1, dtype=torch.float64)
     return total_n

@@ -48,7 +48,7 @@ def product_path(x_dtype: torch.dtype, device: torch.device, num_tokens: int, nu
     if x_dtype == torch.int8:
         fits_cuda = num_tokens >= _CUDA_INT_MIN_ROWS and num_columns % _CUDA_INT_MULTIPLE == 0 and num_rows % _CUDA_INT_MULTIPLE == 0
         # torch 2.13 on CPU gives garbage for a single column (and more than one row), so that one column counts as no kernel.
-        runs = fits_cuda if is_cuda else device.type == "cpu" and _cpu_int_mm_is_exact()
+        runs = fits_cuda if is_cuda else device.type == "cpu" and cpu_int_mm_is_exact()
         has_kernel = num_tokens > 0 and 1 < num_columns <= _MAX_INT32_COLUMNS and runs
         return "int_mm" if has_kernel else "int_exact"
     fits = is_cuda and num_tokens > 0 and num_columns % _CUDA_FP8_MULTIPLE == 0 and num_rows % _CUDA_FP8_MULTIPLE == 0
@@ -56,7 +56,7 @@ def product_path(x_dtype: torch.dtype, device: torch.device, num_tokens: int, nu
 
 
 @functools.cache
-def _cpu_int_mm_is_exact() -> bool:
+def cpu_int_mm_is_exact() -> bool:
     """Whether this CPU's kernel sums exactly: without VNNI instructions oneDNN saturates sums of two products at 16 bits, silently."""
     codes = (torch.arange(64 * 32) * 37 % 256 - 128).to(torch.int8)
     codes[:64] = 127

@@ -31,7 +31,7 @@ from compressor.planning import workload
 from compressor.planning.estimate import best_seconds
 from compressor.recipe import Recipe
 
-_DISK_BYTES = 1 << 26  # written and read to time the disk
+DISK_BYTES = 1 << 26  # written and read to time the disk
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def disk_speed() -> tuple[float, float]:
     Returns:
         Bytes read a second, from the disk where the system can be told to forget them, and written.
     """
-    data = os.urandom(_DISK_BYTES)
+    data = os.urandom(DISK_BYTES)
     with tempfile.TemporaryFile(buffering=0) as file:
         start = time.perf_counter()
         file.write(data)
@@ -128,8 +128,8 @@ def disk_speed() -> tuple[float, float]:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         begun = time.perf_counter()
-        file.read(_DISK_BYTES)
-        return _DISK_BYTES / (time.perf_counter() - begun), _DISK_BYTES / (written - start)
+        file.read(DISK_BYTES)
+        return DISK_BYTES / (time.perf_counter() - begun), DISK_BYTES / (written - start)
 
 
 def _rounding(weight: torch.Tensor, scheme: QuantizationScheme, device: torch.device) -> float:

@@ -204,7 +204,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     )
     if isinstance(model, nn.Module):
         check_in_memory(model, dtype=dtype)
-        skeleton = _without_values(model)
+        skeleton = without_values(model)
     elif dtype != "auto":
         skeleton = skeleton.to(resolve_dtype(dtype))
     length = chosen_length(settings.max_seq_length, max_positions(skeleton))
@@ -452,7 +452,7 @@ def _footprints(setting: Setting, pipeline: str, stages: Mapping[str, Sequence[T
         return guess_footprints(stages, setting.batches), f"a guess from the shapes of the weights; no forward could be followed ({reason})"
 
 
-def _without_values(model: nn.Module) -> nn.Module:
+def without_values(model: nn.Module) -> nn.Module:
     """Copy a model, with tensors that have shapes and no bytes."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):

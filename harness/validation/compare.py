@@ -46,7 +46,7 @@ from harness.validation.serving.servers import SERVERS, ServerName
 from harness.validation.subject import Subject, read_subject
 from harness.validation.weights import check_weights
 
-_LOGITS_AT_ONCE = 1 << 25
+LOGITS_AT_ONCE = 1 << 25
 """Elements of one batch of logits; both models' are in memory together."""
 
 _TAKES = "validate compares predictions of the next token, so give a causal language model"
@@ -218,7 +218,7 @@ def _load_data(
         tokenizer=tokenizer,
         num_calibration_samples=num_samples,
         max_seq_length=max_seq_length,
-        batch_size=max(1, min(32, _LOGITS_AT_ONCE // (scored_length * (vocab_size or 32_000)))),
+        batch_size=max(1, min(32, LOGITS_AT_ONCE // (scored_length * (vocab_size or 32_000)))),
         max_positions=length,
     )
 

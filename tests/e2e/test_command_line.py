@@ -271,7 +271,7 @@ def _cuda() -> None:
 def test_too_little_memory_is_told_in_a_line(
     full: Callable[[], None], run: Runner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(importlib.import_module("compressor.entrypoints.oneshot"), "_load", lambda *_: full())
+    monkeypatch.setattr(importlib.import_module("compressor.entrypoints.oneshot"), "load_model", lambda *_, **__: full())
     assert main(["oneshot", str(run.model), "--recipe", GPTQ, "--dataset", str(run.tokens), "--output-dir", str(run.folder / "out")]) == 1
     told = capsys.readouterr().err
     assert told.startswith("compressor oneshot: error: memory: there is too little of it (") and told.count("\n") == 1
@@ -282,6 +282,6 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory(run: Runner, monkeypatc
     def fail() -> None:
         raise RuntimeError("another one")
 
-    monkeypatch.setattr(importlib.import_module("compressor.entrypoints.oneshot"), "_load", lambda *_: fail())
+    monkeypatch.setattr(importlib.import_module("compressor.entrypoints.oneshot"), "load_model", lambda *_, **__: fail())
     with pytest.raises(RuntimeError, match="another one"):
         main(["oneshot", str(run.model), "--recipe", GPTQ, "--dataset", str(run.tokens), "--output-dir", str(run.folder / "out")])

@@ -12,8 +12,9 @@ import torch
 
 from compressor import train
 from compressor.errors import NumericsError
-from harness.validation.format.files import _meaning
-from harness.validation.weights import _kv_problems
+from harness.validation.format.files import meaning
+from harness.validation.policy import Policy
+from harness.validation.weights import check_weights
 
 IDS = torch.arange(64, dtype=torch.int64).reshape(4, 16)
 PRUNE = {"MagnitudePruningModifier": {"final_sparsity": 0.5, "start": 0, "end": 2, "leave_enabled": True, "ignore": ["lm_head"]}}
@@ -43,10 +44,11 @@ def test_a_scale_of_keys_that_cannot_be_is_named_without_a_record(value: float) 
     subject: Any = SimpleNamespace(
         base=SimpleNamespace(entries={}), compressed=SimpleNamespace(entries=scales, tensor=scales.__getitem__), modules={}
     )
-    assert _kv_problems(subject) == ["a.k_scale: is not finite and above 0 everywhere"]
+    found = check_weights(subject, [], Policy(), is_as_written=True)[0].findings
+    assert found == ["a.k_scale: is not finite and above 0 everywhere"]
 
 
 def test_who_wrote_a_config_inside_a_config_and_the_dtype_of_the_whole_are_no_difference() -> None:
     inner = {"attn": {"_name_or_path": "a", "x": 1, "dtype": None}, "parts": [{"transformers_version": "5", "dtype": "float32"}]}
-    assert _meaning(inner, "float32") == {"attn": {"x": 1}, "parts": [{}]}
-    assert _meaning(inner, "float16") == {"attn": {"x": 1}, "parts": [{"dtype": "float32"}]}
+    assert meaning(inner, "float32") == {"attn": {"x": 1}, "parts": [{}]}
+    assert meaning(inner, "float16") == {"attn": {"x": 1}, "parts": [{"dtype": "float32"}]}

@@ -59,7 +59,7 @@ def test_a_run_enters_few_files(llama_dir: Path, tmp_path: Path) -> None:
 
 def test_the_column_loop_of_integers_stays_in_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """That of floats calls the one definition of their rounding, which torch has no single function for."""
-    monkeypatch.setattr(babai, "_kernel_for", lambda grid, device: None)
+    monkeypatch.setattr(babai, "kernel_for", lambda grid, device: None)
     args = QuantizationArgs(type="int", num_bits=4, strategy="channel")
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(64, 32, generator=generator)

@@ -21,6 +21,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 500, 60
 TOP_LEVEL = {"README.md", "pyproject.toml", "conftest.py", "compressor", "harness", "golden", "tests"}
@@ -36,6 +37,8 @@ NEEDS = {
     "compressor.algorithms.rounding_triton": "triton",
     "harness.release.outside.with_vllm": "vllm",
 }  # modules that are imported where a package is at hand that nobody has to install
+# Tests go through public doors. What is left puts a planted bug into a private function, or looks for what must not stay behind.
+MOST_PRIVATE = 37
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,6 +86,46 @@ def test_files_and_functions_keep_their_budget(repo_root: Path) -> None:
 def test_rooms_stay_small(repo_root: Path) -> None:
     rooms = Counter(path.parent.relative_to(repo_root).as_posix() for path in _sources(repo_root) if not path.stem.startswith("__"))
     assert not {room: count for room, count in rooms.items() if count > MORE_MODULES.get(room, MAX_MODULES)}
+
+
+def _private(path: Path) -> set[str]:
+    """What a file defines with a leading underscore: functions, classes, variables, attributes of its objects."""
+    names = set()
+    for node in ast.walk(_parsed(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {name for name in names if name.startswith("_") and not name.endswith("__")}
+
+
+# `thing._name`, "_name" for `setattr` and `patch.object`, `import _name`; what a class of the file calls its own is none.
+REACHED = re.compile(
+    r"""(?<!\bself)(?<!\bcls)(?<!super\(\))\.(_[A-Za-z]\w*)|["'](?:[\w.]+\.)?(_[A-Za-z]\w*)["']|import .*\b(_[A-Za-z]\w*)"""
+)
+OWN = re.compile(r"(?:\b(?:def|class) |\b(?:self|cls)\.|^ *)(_[A-Za-z]\w*)", re.MULTILINE)
+
+
+def test_tests_reach_for_few_private_names(repo_root: Path) -> None:
+    """Those that torch, transformers and tuples have by the same name are theirs; bugs are planted where they would stand."""
+    theirs = {*dir(torch), *dir(torch.nn.Module()), *dir(torch.Tensor), "_attn_implementation", "_experts_implementation"}
+    theirs |= {"_cdata", "_dynamo", "_from_config", "_is_quantized", "_op", "_replace", "_schema", "_weight_conversions"}
+    ours = set().union(*(_private(path) for path in _sources(repo_root))) - theirs
+    found = []
+    for path in sorted({*(repo_root / "tests").rglob("*.py")} - {*(repo_root / "tests" / "mutation").rglob("*.py")}):
+        text = path.read_text(encoding="utf-8")
+        own = set(OWN.findall(text))
+        for number, line in enumerate(text.splitlines(), 1):
+            names = {name for groups in REACHED.findall(line) for name in groups}
+            found += [f"{path.relative_to(repo_root)}:{number}: {name}" for name in sorted(names & ours - own)]
+    assert len(found) <= MOST_PRIVATE, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line", ["from x import a, _b", "x = thing._b(1)", 'monkeypatch.setattr(thing, "_b", 1)', 'patch("some.module._b")', "a = [self.x._b]"]
+)
+def test_a_private_name_that_is_reached_for_is_seen(line: str) -> None:
+    assert "_b" in {name for groups in REACHED.findall(line) for name in groups}
 
 
 def test_no_tensor_is_made_in_the_default_dtype(repo_root: Path) -> None:

@@ -19,7 +19,7 @@ from types import FrameType
 from compressor.errors import TracingError
 from compressor.tracing.suspend.paused_forward import Sample, running_sample
 
-_PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 15.0
 _LOOKS = 30  # in that time
 _BUSY = 0.2  # of a processor, by other threads: what a forward waits for may be computed there; bars take less
 _STILL = 0.002  # of a processor, by the thread itself: what it takes to be switched to and back
@@ -65,7 +65,7 @@ class StandstillWatch:
             self._sample = None
 
     def _look(self, main: int) -> None:
-        clock, seconds = time.pthread_getcpuclockid(main), _PATIENCE_SECONDS / _LOOKS
+        clock, seconds = time.pthread_getcpuclockid(main), PATIENCE_SECONDS / _LOOKS
         still, last = 0, (self._sample, time.clock_gettime(clock), time.process_time())
         while not self._quit.wait(seconds):  # looks are counted, not time: a process that was stopped or frozen for an hour has had one
             now = (self._sample, time.clock_gettime(clock), time.process_time())

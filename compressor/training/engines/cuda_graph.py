@@ -243,7 +243,7 @@ class CudaGraph:
 
     def _spoil(self) -> None:
         for interval in self._memory:
-            _bytes_at(interval, self.loss.device).fill_(_SPOILED)
+            bytes_at(interval, self.loss.device).fill_(_SPOILED)
 
 
 def _on(stream: torch.cuda.Stream, run: Callable[[], T]) -> T:
@@ -298,7 +298,7 @@ def _workspaces_of_its_own() -> Iterator[None]:
         clear()
 
 
-def _bytes_at(interval: Interval, device: torch.device) -> Tensor:
+def bytes_at(interval: Interval, device: torch.device) -> Tensor:
     """Show memory that a graph owns as a tensor."""
     storage: Any = torch._C._construct_storage_from_data_pointer(interval.begin, device, interval.size)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -131,7 +131,7 @@ def shards(subject: Artifact, context: CheckContext) -> str:
         assert group.scheme is not None
         shape = tuple(folders.base.entries[f"{name}.weight"].shape)
         axis = int(name.rpartition(".")[2] in _CUT_ALONG_COLUMNS)
-        step = _step(group.scheme, axis)
+        step = cut_step(group.scheme, axis)
         if shape[axis] % (subject.num_shards * step):
             found[name] = f"{shape[axis]} {('rows', 'columns')[axis]} in pieces of {step} for {subject.num_shards} devices"
     silent = [f"{name}: {why}" for name, why in found.items() if name not in said]
@@ -140,7 +140,7 @@ def shards(subject: Artifact, context: CheckContext) -> str:
     return f"{len(folders.readable_modules)} modules for {subject.num_shards} devices, {len(found)} cannot be cut and are named"
 
 
-def _step(scheme: WeightScheme, axis: int) -> int:
+def cut_step(scheme: WeightScheme, axis: int) -> int:
     """How many rows (axis 0) or columns (axis 1) hang together: a block, a group, and what shares a 32-bit word."""
     step = scheme.block[axis] if scheme.block is not None else 1
     if axis and scheme.has_groups:
@@ -187,7 +187,7 @@ def devices(subject: Artifact, context: CheckContext) -> str:
     for key, value in here.state_dict().items():
         _equal(there.state_dict()[key].cpu(), value, f"{key} differs on CUDA")
     ids = _tokens(here, context.seed)
-    return _same_loss(_losses(there, ids), _losses(here, ids))
+    return same_loss(_losses(there, ids), _losses(here, ids))
 
 
 def _losses(model: nn.Module, ids: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ def _losses(model: nn.Module, ids: Tensor) -> Tensor:
     return -logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
-def _same_loss(actual: Tensor, expected: Tensor) -> str:
+def same_loss(actual: Tensor, expected: Tensor) -> str:
     """Hold the mean loss of one device against the other's."""
     tier = T3(max_loss_ratio=_LOSS_RATIO)
     if passed := vacuous_decoys(expected, tier):

@@ -14,7 +14,7 @@ from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, shapes
 from harness.tolerance import T1, compare, vacuous_decoys
 
 _SCALE_ULP = 2  # a subtraction and a division, each to half a unit
-_TIER = T1(max_ulp=_SCALE_ULP)
+TIER = T1(max_ulp=_SCALE_ULP)
 # Below it 448 * 6 / largest |w|, the global scale of NVFP4, is no float32.
 _LEAST_GLOBAL = 448.0 * 6.0 / torch.finfo(torch.float32).max
 
@@ -103,7 +103,7 @@ def _hold_scales(found: Examined, expected: Tensor) -> None:
     usable = (expected > torch.finfo(scale.dtype).tiny) & expected.isfinite()  # else any scale above 0 serves, which check 1 asks for
     if scale.numel() != expected.numel():
         raise CheckFailed(f"{scale.numel()} scales for {expected.numel()} units")
-    result = compare(flat[usable], expected[usable].to(scale.dtype), _TIER, name="scale")
+    result = compare(flat[usable], expected[usable].to(scale.dtype), TIER, name="scale")
     if not result.ok:
         raise CheckFailed(f"scales are not what their units ask for: {result.summary}")
 
@@ -132,7 +132,7 @@ def _hold_zero_points(found: Examined, scale: Tensor, expected: Tensor, grid: Te
 def _guard(subject: Quantizer) -> None:
     """The limit must not let zeros, halves or the neighbour's scales through."""
     scale = examine(subject, _plain(subject)).quantized.scale.reshape(-1)
-    passed = vacuous_decoys(scale, _TIER) if len(scale) > 1 else ()
+    passed = vacuous_decoys(scale, TIER) if len(scale) > 1 else ()
     if passed:
         raise CheckFailed(f"the limit of {_SCALE_ULP} ulp measures nothing: {', '.join(passed)} would pass")
 

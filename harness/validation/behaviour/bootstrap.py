@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 _NORMAL = NormalDist()
-_BYTES_AT_ONCE = 64_000_000
+BYTES_AT_ONCE = 64_000_000
 TARGET_POWER = 0.8
 """The power at which the smallest detectable difference is stated."""
 
@@ -85,7 +85,7 @@ def resample_sums(values_NK: np.ndarray, num_resamples: int, seed: int) -> np.nd
     """
     count = len(values_NK)
     generator = np.random.Generator(np.random.PCG64(seed))
-    step = max(1, _BYTES_AT_ONCE // (8 * count))
+    step = max(1, BYTES_AT_ONCE // (8 * count))
     blocks = []
     for start in range(0, num_resamples, step):
         size = min(step, num_resamples - start)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_ELEMENTS_AT_ONCE = 1 << 23  # of float32 logits; bounds the working memory
+ELEMENTS_AT_ONCE = 1 << 23  # of float32 logits; bounds the working memory
 LARGEST_NLL = 300.0
 """Nats of a token beyond which a perplexity grows no more: a ruined model must get a verdict, not an overflow."""
 
@@ -103,7 +103,7 @@ def compare_weights(reference: torch.Tensor, approximation: torch.Tensor, groups
 
 
 def _row_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return weight.split(max(1, _ELEMENTS_AT_ONCE // weight.shape[1]))
+    return weight.split(max(1, ELEMENTS_AT_ONCE // weight.shape[1]))
 
 
 def _group_sums(reference: torch.Tensor, approximation: torch.Tensor, groups_per_row: int) -> torch.Tensor:
@@ -159,7 +159,7 @@ def score_tokens(base_NV: torch.Tensor, compressed_NV: torch.Tensor, targets_N: 
     Returns:
         The scores, computed in float32 by blocks of tokens.
     """
-    step = max(1, _ELEMENTS_AT_ONCE // base_NV.shape[-1])
+    step = max(1, ELEMENTS_AT_ONCE // base_NV.shape[-1])
     blocks = zip(base_NV.split(step), compressed_NV.split(step), targets_N.split(step), strict=True)
     return TokenScores.concatenate([_score_block(*block) for block in blocks])
 

@@ -118,17 +118,17 @@ def _normalized(folder: Path, settings: Mapping[tuple[str, ...], Any]) -> dict[s
 
     read = with_settings(AutoConfig.from_pretrained(folder, local_files_only=True), settings)
     config: dict[str, Any] = from_json(read.to_json_string(use_diff=False))
-    return {key: _meaning(value, config.get("dtype")) for key, value in config.items()}
+    return {key: meaning(value, config.get("dtype")) for key, value in config.items()}
 
 
-def _meaning(value: Any, dtype: Any) -> Any:
+def meaning(value: Any, dtype: Any) -> Any:
     """What a config inside a config says of itself: neither who wrote it, nor the dtype of the whole, which loading fills in."""
     if isinstance(value, list):
-        return [_meaning(part, dtype) for part in value]
+        return [meaning(part, dtype) for part in value]
     if not isinstance(value, dict):
         return value
     told = {key: part for key, part in value.items() if key not in _VOLATILE_KEYS and not (key == "dtype" and part in (None, dtype))}
-    return {key: _meaning(part, dtype) for key, part in told.items()}
+    return {key: meaning(part, dtype) for key, part in told.items()}
 
 
 def _differing_keys(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

@@ -82,7 +82,7 @@ def test_values_are_rounded_to_the_dtype_of_the_scales(
 
 def test_threads_change_no_bit(kernel: RoundingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     args = QuantizationArgs(num_bits=4, group_size=SIZE)
-    monkeypatch.setattr(compiled, "_MIN_WORK", 0)
+    monkeypatch.setattr(compiled, "MIN_WORK", 0)
     results = []
     for threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -94,10 +94,10 @@ def test_threads_change_no_bit(kernel: RoundingKernel, monkeypatch: pytest.Monke
 def test_floats_wide_scales_and_other_devices_stay_with_torch() -> None:
     group, int4 = torch.zeros(4, dtype=torch.long), QuantizationArgs(num_bits=4, group_size=SIZE)
     fp8 = QuantizationArgs(num_bits=8, type="float", strategy="channel")
-    assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, fp8), torch.device("cpu")) is None
-    assert babai._kernel_for(Grid(torch.ones(2, 1).double(), None, group, int4), torch.device("cpu")) is None
-    assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("meta")) is None
-    assert babai._kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("cpu")) is rounding_kernel("cpu")
+    assert babai.kernel_for(Grid(torch.ones(2, 1), None, group, fp8), torch.device("cpu")) is None
+    assert babai.kernel_for(Grid(torch.ones(2, 1).double(), None, group, int4), torch.device("cpu")) is None
+    assert babai.kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("meta")) is None
+    assert babai.kernel_for(Grid(torch.ones(2, 1), None, group, int4), torch.device("cpu")) is rounding_kernel("cpu")
 
 
 def test_a_view_is_refused(kernel: RoundingKernel) -> None:

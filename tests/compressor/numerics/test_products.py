@@ -80,7 +80,7 @@ def test_fp8_products_are_exact_before_they_are_rounded_once(tokens, columns, ro
     ],
 )
 def test_the_path_follows_from_device_and_shape(dtype, device, shape, path, monkeypatch):
-    monkeypatch.setattr(products, "_cpu_int_mm_is_exact", lambda: True)
+    monkeypatch.setattr(products, "cpu_int_mm_is_exact", lambda: True)
     assert product_path(dtype, device, *shape) == path
 
 
@@ -90,10 +90,10 @@ def test_a_cpu_whose_kernel_saturates_sums_exactly_another_way(monkeypatch):
         pairs = (shifted[:, :, None] * weight.int()[None]).unflatten(1, (-1, 2)).sum(2).clamp(-(2**15), 2**15 - 1)
         return (pairs.sum(1) - 128 * weight.int().sum(0)).to(torch.int32)
 
-    probe = products._cpu_int_mm_is_exact.__wrapped__
+    probe = products.cpu_int_mm_is_exact.__wrapped__
     monkeypatch.setattr(torch, "_int_mm", saturating)
     assert not probe()
-    monkeypatch.setattr(products, "_cpu_int_mm_is_exact", probe)
+    monkeypatch.setattr(products, "cpu_int_mm_is_exact", probe)
     assert product_path(torch.int8, CPU, 32, 33, 7) == "int_exact"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.planning.footprint import Footprint, measure_footprints
-from compressor.planning.planner import _without_values
+from compressor.planning.planner import without_values
 
 ROWS, TOKENS, WIDTH = 2, 64, 32
 HIDDEN = ROWS * TOKENS * WIDTH * 4
@@ -45,7 +45,7 @@ class Toy(nn.Module):
 
 def follow(model: nn.Module, targets: list[str], watched: list[str] | None = None) -> list[Footprint]:
     batch = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.int64)}
-    return measure_footprints(_without_values(model.eval()), batch, targets, watched or [])
+    return measure_footprints(without_values(model.eval()), batch, targets, watched or [])
 
 
 def test_what_crosses_into_a_layer_is_told_apart() -> None:
@@ -86,7 +86,7 @@ def test_architectures_are_followed(name: str) -> None:
     from harness.traceability.architectures import zoo
 
     architecture = zoo()[name]
-    model = _without_values(architecture.build())
+    model = without_values(architecture.build())
     targets = [target for target in partition(model, None).targets if target]
     batch: dict[str, Any] = dict(architecture.batches()["same"])
     stretches = [stretch for stretch in measure_footprints(model, batch, targets, []) if stretch.name]

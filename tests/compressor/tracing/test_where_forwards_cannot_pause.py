@@ -173,7 +173,7 @@ def with_ticket(model: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("way", [with_lock, with_ticket])
 def test_a_forward_that_waits_for_one_that_is_paused_is_an_error(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of waiting for ever; nothing is held any more afterwards."""
-    monkeypatch.setattr(standstill, "_PATIENCE_SECONDS", 0.6)
+    monkeypatch.setattr(standstill, "PATIENCE_SECONDS", 0.6)
     first = way.__code__.co_firstlineno + 1
     with pytest.raises(TracingError, match=rf"test_where_forwards_cannot_pause.py:{first}: batch 1 waits there .*pipeline=\"basic\""):
         trace(Model(way).eval(), BATCHES, engine="suspend")

@@ -10,7 +10,7 @@ from compressor.errors import HostReadError, ReplayError, UserInputError
 from compressor.training import Trainer, TrainStep, adamw
 from compressor.training.capture.recorder import host_hazard
 from compressor.training.capture.signature import drift, neutral
-from compressor.training.engines.cuda_graph import Interval, _bytes_at, merged, run_captured
+from compressor.training.engines.cuda_graph import Interval, bytes_at, merged, run_captured
 from compressor.training.engines.select import TapeEngine, engine_for
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -66,7 +66,7 @@ def test_ranges_that_overlap_are_one_and_those_that_touch_are_two():
 
 def test_memory_is_found_again_by_its_address():
     owner = torch.zeros(32, dtype=torch.uint8)
-    _bytes_at(Interval(owner.data_ptr() + 8, owner.data_ptr() + 16), CPU).fill_(0xA5)
+    bytes_at(Interval(owner.data_ptr() + 8, owner.data_ptr() + 16), CPU).fill_(0xA5)
     assert owner.tolist() == [0] * 8 + [0xA5] * 8 + [0] * 16
 
 

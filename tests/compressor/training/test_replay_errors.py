@@ -28,6 +28,7 @@ from compressor.errors import (
     UserInputError,
 )
 from compressor.training import Snapshot, Trainer, TrainStep, adamw, locate, sgd
+from compressor.training.engines.select import engine_for
 from compressor.training.engines.tape import Kind
 from compressor.training.replay.prove import prove
 
@@ -334,7 +335,7 @@ def test_a_sabotaged_op_is_found_by_the_proof_and_named_by_locate(new_trainer, c
     plan.captured.relink()
     before = Snapshot.take(trainer.step)
     with pytest.raises(ProofError, match="the replayed step is not the eager one"):
-        prove(plan, batch, trainer._engine)
+        prove(plan, batch, engine_for(trainer.step.device))
     found = locate(plan, batch)
     assert found is not None and found.index == victim.index and victim.module in str(found)
     assert before.differences(Snapshot.take(trainer.step)) == []
@@ -362,7 +363,7 @@ def test_every_op_of_a_step_is_missed_when_it_is_left_out(new_trainer, cases):
         true_run, op.run = op.run, None
         plan.captured.relink()
         with pytest.raises(ProofError):
-            prove(plan, batch, trainer._engine)
+            prove(plan, batch, engine_for(trainer.step.device))
         found = locate(plan, batch)
         assert found is not None and found.index == op.index
         op.run = true_run
@@ -379,7 +380,7 @@ def test_indices_that_nobody_made_are_a_proof_error(new_trainer, cases):
     victim.run = None
     plan.captured.relink()
     with pytest.raises(ProofError, match="fails on spoiled storages"):
-        prove(plan, batch, trainer._engine)
+        prove(plan, batch, engine_for(trainer.step.device))
     found = locate(plan, batch)
     assert found is not None and found.index == victim.index
 

@@ -124,7 +124,7 @@ def test_groups_that_a_cut_goes_through_must_be_named(saved):
 ])  # fmt: skip
 def test_what_hangs_together_is_known_for_every_format(scheme, steps):
     given = WeightScheme(**{"type": "int", "symmetric": True, "group_size": None, "has_static_input": False, **scheme})
-    assert tuple(artifact._step(given, axis) for axis in (0, 1)) == steps
+    assert tuple(artifact.cut_step(given, axis) for axis in (0, 1)) == steps
 
 
 def test_a_tokenizer_that_was_saved_anew_is_caught(spoiled):
@@ -137,10 +137,10 @@ def test_a_tokenizer_that_was_saved_anew_is_caught(spoiled):
 
 def test_another_loss_on_another_device_is_caught():
     losses = torch.rand(2, 11, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
-    assert "loss" in artifact._same_loss(losses * 1.001, losses)
+    assert "loss" in artifact.same_loss(losses * 1.001, losses)
     for wrong in (losses * 1.01, losses * 0.99, losses * torch.nan):
         with pytest.raises(CheckFailed):
-            artifact._same_loss(wrong, losses)
+            artifact.same_loss(wrong, losses)
 
 
 def test_folders_that_are_no_checkpoints_are_failures(tmp_path):

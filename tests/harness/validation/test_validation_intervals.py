@@ -33,7 +33,7 @@ def test_resampling_draws_whole_rows_with_replacement_and_by_the_seed_alone():
 def test_blocks_of_resamples_do_not_change_the_draw(monkeypatch):
     values = np.arange(20.0)[:, None]
     whole = resample_sums(values, 500, seed=0)
-    monkeypatch.setattr("harness.validation.behaviour.bootstrap._BYTES_AT_ONCE", 8 * 20 * 7)
+    monkeypatch.setattr("harness.validation.behaviour.bootstrap.BYTES_AT_ONCE", 8 * 20 * 7)
     np.testing.assert_array_equal(whole, resample_sums(values, 500, seed=0))
 
 

@@ -55,7 +55,7 @@ def test_an_all_zero_group_is_no_mismatch(weight):
 def test_blocks_of_rows_change_nothing(weight, monkeypatch):
     other = weight.roll(1, 0)
     whole = compare_weights(weight, other, 4), compare_weights(weight, other, None)
-    monkeypatch.setattr(metrics, "_ELEMENTS_AT_ONCE", 64)
+    monkeypatch.setattr(metrics, "ELEMENTS_AT_ONCE", 64)
     assert whole[0] == compare_weights(weight, other, 4)
     assert compare_weights(weight, other, None).sqnr_db == pytest.approx(whole[1].sqnr_db)
 
@@ -70,7 +70,7 @@ def test_token_scores_are_their_definitions(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     base, compressed = (torch.rand(50, 11, generator=generator) * 6 for _ in range(2))
     targets = torch.randint(11, (50,), generator=generator)
-    monkeypatch.setattr(metrics, "_ELEMENTS_AT_ONCE", 77)
+    monkeypatch.setattr(metrics, "ELEMENTS_AT_ONCE", 77)
     scores = score_tokens(base, compressed, targets)
     nll_base, nll_compressed, kl = reference_scores(base, compressed, targets)
     np.testing.assert_allclose(scores.nll_base, nll_base, rtol=1e-5)

@@ -17,7 +17,7 @@ from tests.harness.validation.conftest import Workspace
 def validated(folder: Path, base: str, compressed: str, dataset: str) -> dict[str, Any]:
     """What `validate` finds, two sequences at once."""
     del folder
-    compare._LOGITS_AT_ONCE = 2 * 64 * 96
+    compare.LOGITS_AT_ONCE = 2 * 64 * 96
     report = compare.validate(base, compressed, dataset).to_dict()
     return {name: value for name, value in report.items() if name != "run"}
 
@@ -25,7 +25,7 @@ def validated(folder: Path, base: str, compressed: str, dataset: str) -> dict[st
 def test_ranks_find_what_one_process_finds(
     workspace: Workspace, pristine: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "_LOGITS_AT_ONCE", compare._LOGITS_AT_ONCE)  # put back afterwards
+    monkeypatch.setattr(compare, "LOGITS_AT_ONCE", compare.LOGITS_AT_ONCE)  # put back afterwards
     given = (str(workspace.base), str(pristine("W4A16")), str(workspace.dataset))
     alone = validated(tmp_path, *given)
     codes, (first, second), _ = rank_jobs.run(validated, 2, tmp_path / "ranks", *given)

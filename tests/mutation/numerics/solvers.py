@@ -12,7 +12,7 @@ _SEARCH = _FORMS
 _R_FORM = _FORMS + "solve_r_form"
 _REFERENCE = _FORMS + "solve_reference"
 _BLOCK = _FORMS + "_round_block"
-_IN_TORCH = Edit(_FORMS + "_kernel_for", "rounding_kernel(device) if", "None if")  # the compiled loop knows nothing of edits
+_IN_TORCH = Edit(_FORMS + "kernel_for", "rounding_kernel(device) if", "None if")  # the compiled loop knows nothing of edits
 _H = "solver.hessian"
 _ORACLE = "solver.dense_oracle"
 
