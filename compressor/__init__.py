@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from compressor.lazy_names import OtherHomes, lazy_names
+from compressor.object_reference import OtherHomes, lazy_names
 from compressor.settings.llmcompressor import MODULES, NAMES
 
 _PUBLIC = {

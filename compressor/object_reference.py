@@ -1,6 +1,7 @@
 """From a text that somebody wrote to the object that it means: `package.module:Name`, or `path/to/file.py:Name` on a command line.
 
-Python calls this an object reference. Whoever takes one (recipes, tracing's leaves, subjects of checks, kernels, planted bugs) asks here.
+Python calls this an object reference. Whoever takes one (recipes, tracing's leaves, subjects of checks, kernels, planted bugs) asks here,
+and so do packages whose public names are imported when somebody asks for one.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -169,3 +172,48 @@ def _imported(name: str) -> ModuleType:
         raise _NotImportedError(
             f"its module {name!r} fails while it is imported ({type(error).__name__}: {reason}); make it importable first"
         ) from error
+
+
+# Public names of a package that are imported when somebody asks for one, so that importing the package costs nothing.
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make the `__getattr__` and `__dir__` of a package (PEP 562).
+
+    Args:
+        package: its dotted name, `__name__`.
+        homes: public name to the module that defines it; none is the name of a module of the package, which would hide it for good
+            as soon as somebody imports that.
+
+    Returns:
+        What the package assigns to `__getattr__, __dir__`.
+    """
+
+    def look_up(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(homes[name]), name)
+
+    return look_up, lambda: sorted(homes)
+
+
+class OtherHomes(MetaPathFinder, Loader):
+    """Modules without a file, which hold names under the paths that they have elsewhere; for `sys.meta_path`, behind all other finders."""
+
+    def __init__(self, modules: Collection[str], look_up: Callable[[str], Any]) -> None:
+        """Say which.
+
+        Args:
+            modules: dotted names.
+            look_up: finds a name of any of them.
+        """
+        self._modules, self._look_up = modules, look_up
+
+    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Answer the import system (importlib.abc.MetaPathFinder)."""
+        del path, target
+        return ModuleSpec(fullname, self, is_package=True) if fullname in self._modules else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill a module (importlib.abc.Loader)."""
+        module.__getattr__ = self._look_up  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ Public names are imported on first use, so that `import harness` and the command
 
 from __future__ import annotations
 
-from compressor.lazy_names import lazy_names
+from compressor.object_reference import lazy_names
 
 _PUBLIC = {
     "validate": "harness.validation.compare",

@@ -49,7 +49,7 @@ from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.transforms.rotating import RotatingModifier
 from compressor.monitor import Lap, Monitor
 from compressor.nn import QuantizedLayer
-from compressor.numerics.half_products import widened_products
+from compressor.numerics.precision import widened_products
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, SharedJournal, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import SchemeError
-from compressor.nn.layer import QuantizedLayer
-from compressor.nn.storage import Fp4Weight, PackedWeight, PlainWeight
+from compressor.nn.layer import Fp4Weight, PackedWeight, PlainWeight, QuantizedLayer
 from compressor.numerics.qparams import QParams
 from compressor.numerics.quantize import dequantize
 from compressor.numerics.scheme import QuantizationScheme

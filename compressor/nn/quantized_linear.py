@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import NumericsError, SchemeError
-from compressor.nn.layer import BufferSpecs, QuantizedLayer
-from compressor.nn.storage import Fp4Weight, PackedWeight, PlainWeight
+from compressor.nn.layer import BufferSpecs, Fp4Weight, PackedWeight, PlainWeight, QuantizedLayer
 from compressor.nn.straight_through import through_product, through_rounding
 from compressor.numerics.products import ProductPath, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams

@@ -11,9 +11,8 @@ import math
 from torch import nn
 
 from compressor.errors import SchemeError
-from compressor.nn.layer import QuantizedLayer
+from compressor.nn.layer import PackedWeight, QuantizedLayer
 from compressor.nn.quantized_linear import QuantizedLinear
-from compressor.nn.storage import PackedWeight
 from compressor.numerics.packing import WORD_BITS
 
 # Last parts of names of layers that are cut along their columns.

@@ -7,7 +7,7 @@ quantize.py    real values -> codes -> real values
 observers.py   tensors -> range
 packing.py     codes -> int32 words and bytes, and how many
 products.py    codes times codes, summed exactly
-half_products.py  products in half precision, as float32 on a CPU that is slow at them
+precision.py   how products are summed: settings of float32, and half precision on a CPU that is slow at it
 part_sums.py  sums over samples in one order, however many processes share these
 """
 

@@ -1,13 +1,20 @@
-"""In which precision float32 is multiplied and convolved: torch has one setting for each backend and kind of operator.
+"""In which precision products are summed: float32 by torch's settings, bfloat16 and float16 on a CPU that is slow at them as float32.
 
+For float32 torch has one setting for each backend and kind of operator;
 `torch.get_float32_matmul_precision()` raises once somebody has set one of them by itself (`torch.backends.cuda.matmul.fp32_precision`).
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 _PLACES = (("generic", "all"), *((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("all", "matmul", "conv", "rnn")))
 _OLDER_NAMES = MappingProxyType({"ieee": "highest", "tf32": "high", "bf16": "medium"})
@@ -39,3 +46,79 @@ def _at(place: tuple[str, str]) -> str:
     """Where nothing is set, all digits count; torch.set_float32_matmul_precision("highest") says so."""
     precision: str = torch._C._get_fp32_precision_getter(*place)
     return "ieee" if precision == "none" else precision
+
+
+# bfloat16 and float16 on a CPU that has no instructions for them.
+#
+# There, on most people's machines, torch multiplies number by number: the forward of a small Llama takes six times as long as in float32.
+
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # what linear layers, matmul, einsum and their gradients come down to
+MAX_WIDENED = 1 << 24  # numbers: the head of a large vocabulary would otherwise stand in memory once more, twice as wide
+_open: list[torch.library.Library] = []
+
+
+@cache
+def slow_dtypes() -> frozenset[torch.dtype]:
+    """Name the dtypes whose products torch computes without the help of oneDNN on this CPU."""
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()  # another build, of which nothing is known
+    has = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
+    return frozenset(dtype for dtype, supported in has.items() if not supported())
+
+
+@contextmanager
+def widened_products() -> Iterator[None]:
+    """Compute products in half precision on the CPU as float32 while open, where this CPU is slow at them; elsewhere change nothing.
+
+    Sums are in float32 and rounded once, as torch's own are; only their order differs. The kernels are exchanged below autograd and every
+    mode, for the whole process, so that all ways to run a model (eager, traced, replayed) still get the same bits. May be nested.
+    """
+    if _open or not slow_dtypes():
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    _open.append(library)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="[^$]*previously registered kernel", category=UserWarning)
+            for name in _PRODUCTS:
+                library.impl(name, _widened(name), "CPU", with_keyset=True)
+                library.impl(f"{name}.out", _widened_into(name), "CPU", with_keyset=True)
+        yield
+    finally:
+        _open.remove(library)
+        library._destroy()
+
+
+def _widened(name: str) -> Callable[..., Tensor]:
+    """Return a product's own kernel, given float32 where the dtype is a slow one."""
+    kernel, slow = torch.library.get_kernel(f"aten::{name}", "CPU"), slow_dtypes()
+
+    def product(keys: Any, *factors: Tensor, **scales: float) -> Tensor:
+        right = factors[-1]
+        if right.dtype not in slow or any(factor.dtype != right.dtype for factor in factors):  # mixed ones torch refuses
+            result: Tensor = kernel.call_boxed(keys, *factors, **scales)
+            return result
+        if name == "mm" and right.numel() > MAX_WIDENED and right.shape[1] > 1:
+            parts = right.split(max(1, MAX_WIDENED // right.shape[0]), dim=1)
+            return torch.cat([product(keys, *factors[:-1], part) for part in parts], dim=1)
+        result = kernel.call_boxed(keys, *(factor.float() for factor in factors), **scales)
+        return result.to(right.dtype)
+
+    return product
+
+
+def _widened_into(name: str) -> Callable[..., Tensor]:
+    """Return the form of a product that writes into a given tensor."""
+    kernel, slow, product = torch.library.get_kernel(f"aten::{name}.out", "CPU"), slow_dtypes(), _widened(name)
+
+    def into(keys: Any, *factors: Tensor, out: Tensor, **scales: float) -> Tensor:
+        if any(tensor.dtype != out.dtype for tensor in factors) or out.dtype not in slow:
+            kernel.call_boxed(keys, *factors, out=out, **scales)
+            return out
+        result = product(keys, *factors, **scales)
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
+
+    return into

@@ -9,7 +9,7 @@ from typing import get_args
 
 from compressor.errors import TargetError, TracingError
 from compressor.pipelines.offload.activation_store import check_offload_dir
-from compressor.settings.sizes import parse_bytes
+from compressor.settings.kinds import parse_bytes
 from compressor.settings.verbs import OneshotSettings, Passes
 from compressor.tracing.plan import check_tracing_options
 from compressor.tracing.targets.records import Engine, Verify

@@ -17,7 +17,7 @@ import torch
 
 from compressor.algorithms.gptq import quantize_gptq
 from compressor.numerics import preset_scheme
-from compressor.numerics.half_products import widened_products
+from compressor.numerics.precision import widened_products
 
 Phase = Literal["load", "calibrate", "compress", "propagate", "save"]
 Held = Literal["everything", "weights", "layer", "nothing"]

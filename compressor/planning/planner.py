@@ -45,8 +45,8 @@ from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.stages import Beside, Setting, lay_out
 from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of, stored_bytes_of
 from compressor.recipe import Recipe, load_recipe
+from compressor.settings.kinds import parse_bytes
 from compressor.settings.options import from_settings
-from compressor.settings.sizes import parse_bytes
 from compressor.settings.verbs import PlanSettings
 from compressor.tracing import Partition, partition
 

@@ -15,7 +15,7 @@ from compressor.numerics.part_sums import most_sums
 from compressor.planning.estimate import Phase, Speed, StageEstimate
 from compressor.planning.footprint import Footprint
 from compressor.planning.workload import Batches, Stack, Target, group_stacks
-from compressor.tracing.targets.store import WAITING_STREAMS
+from compressor.tracing.targets.running import WAITING_STREAMS
 
 _UNPACKING_BYTES = 9  # of one weight element while a compressed layer is made or made float again: codes, words, float32 values
 

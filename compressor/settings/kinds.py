@@ -1,4 +1,4 @@
-"""Of what kind an argument of a Python function must be: types of fields, each with a check and the words for it.
+"""Of what kind an argument of a Python function must be: types of fields, each with a check and the words for it; and sizes in bytes.
 
 What a value means (whether a folder exists, whether an engine has that name) is checked where it is used. Nothing heavy is imported: what
 is an object of torch can only be given where torch is loaded already.
@@ -7,6 +7,7 @@ is an object of torch can only be given where torch is loaded already.
 from __future__ import annotations
 
 import numbers
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from compressor.errors import UserInputError
 
 
 @dataclass(frozen=True)
@@ -158,3 +161,31 @@ RowFunction = Annotated[Any, Kind(lambda value: callable(value) or _text(value),
 NamedValues = Annotated[
     Mapping[str, Any], Kind(lambda value: isinstance(value, Mapping) and all(map(_text, value)), "a mapping of names to values")
 ]
+
+
+# Sizes in bytes as users write them.
+
+_MAX_BYTES = 2**63
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+def parse_bytes(size: int | str, name: str) -> int:
+    """Read a size in bytes.
+
+    Args:
+        size: a number of bytes, or text such as `4GB`, `512 MiB`, `1.5e9`.
+        name: of the setting, for errors only.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        UserInputError: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:E[0-9]+)?)\s*([KMGT]I?)?B?\s*", str(size).upper())
+    if match is None:
+        raise UserInputError(f"{name}: {size!r} is no size in bytes; write a number, or one with a unit, such as 4GB or 512MiB")
+    found = float(match[1]) * _UNITS[match[2] or ""]
+    if found >= _MAX_BYTES:
+        raise UserInputError(f"{name}: {size!r} is more than any machine has; write a size such as 4GB or 512MiB")
+    return int(found)

@@ -6,8 +6,7 @@ from compressor.tracing.graph.torch_patches import leaf
 from compressor.tracing.plan import Engine, Guard, Leaf, Plan, Run, RunningStage, Stage, Verify, trace
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.targets.partition import Partition, infer_targets, module_names, partition
-from compressor.tracing.targets.running import Watched
-from compressor.tracing.targets.store import MemoryStore, ValueStore
+from compressor.tracing.targets.running import MemoryStore, ValueStore, Watched
 
 __all__ = [
     "Engine",

@@ -31,17 +31,15 @@ from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
 from compressor.tracing.picking import excerpt, unproved
 from compressor.tracing.proof import Found
-from compressor.tracing.python_values import PythonValues
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
 from compressor.tracing.targets.call_order import observe_trail, plain_forward, settles, stages_of
 from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank
 from compressor.tracing.targets.partition import Partition, partition
 from compressor.tracing.targets.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
-from compressor.tracing.targets.running import Run, RunningStage, Watched, hooked, hooks_around
+from compressor.tracing.targets.running import Run, RunningStage, ValueStore, Watched, hooked, hooks_around
 from compressor.tracing.targets.sample_state import TorchState
-from compressor.tracing.targets.store import ValueStore
-from compressor.tracing.traces import Traces
+from compressor.tracing.traces import PythonValues, Traces
 
 __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "check_tracing_options", "trace"]
 

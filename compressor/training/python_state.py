@@ -1,14 +1,24 @@
-"""What Python holds of a step at one moment, to put back when a capture is refused: a counter, a list that grew, a module's attribute."""
+"""What a step and the forwards between two steps move beside the weights, to be put back.
+
+Of a step whose capture is refused that is what Python holds: a counter, a list that grew, a module's attribute.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from compressor.training.guards.containers import TABLES, all_modules, classes, containers
+import torch
+from torch.nn import UninitializedBuffer
+
+from compressor.random_state import RandomState, generator_state, set_generator_state
+from compressor.training.guards.containers import TABLES, all_modules, classes, containers, own_generators
+from compressor.training.guards.host_reads import named_host_generators
 from compressor.training.guards.optimizer_state import optimizer_classes, optimizer_containers
 from compressor.training.guards.python_state import one_look, put, reached_classes, variables
+from compressor.training.step.digests import same_bits
 from compressor.training.step.step import TrainStep
 
 _MISSING = object()
@@ -62,3 +72,55 @@ def _holds(content: Any, kept: Any) -> bool:
     items = [part for item in content.items() for part in item] if isinstance(content, dict) else list(content)
     others = [part for item in kept.items() for part in item] if isinstance(content, dict) else kept
     return len(items) == len(others) and all(one is other for one, other in zip(items, others, strict=True))
+
+
+# What a forward pass outside of a step moves: buffers of the model, and random generators.
+
+
+@contextmanager
+def kept_generators(step: TrainStep) -> Iterator[None]:
+    """Put back, after the block, all random generators that a step knows of.
+
+    Args:
+        step: the step; its loss runs in the block.
+
+    Yields:
+        Nothing.
+    """
+    own = own_generators(step)
+    states = RandomState.current(foreign=True, devices=step.device, generators=own)
+    hosts = [(generator, generator_state(generator)) for generator in named_host_generators(step).values()]
+    try:
+        yield
+    finally:
+        states.restore(own)
+        for generator, state in hosts:
+            if state is not None:
+                set_generator_state(generator, state)
+
+
+@contextmanager
+def kept_buffers(step: TrainStep) -> Iterator[None]:
+    """Put back, after the block, the buffers of a model, and of modules that its loss reaches: the tensors, and what they held.
+
+    Args:
+        step: the step; its loss runs in the block.
+
+    Yields:
+        Nothing.
+    """
+    modules = dict.fromkeys(module for _, module in all_modules(step))
+    places = [(module, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+    made = (buffer for _, _, buffer in places if buffer is not None and not isinstance(buffer, UninitializedBuffer))
+    buffers = list({id(buffer): buffer for buffer in made}.values())
+    copies = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for module, name, buffer in places:
+            module._buffers[name] = buffer
+        with torch.no_grad():
+            for buffer, copy in zip(buffers, copies, strict=True):
+                is_dense = buffer.layout is torch.strided and not (buffer.is_quantized or buffer.is_nested)
+                if not (is_dense and same_bits(buffer, copy)):
+                    buffer.copy_(copy)

@@ -24,8 +24,7 @@ from compressor.training.capture.signature import drift
 from compressor.training.engines.select import engine_for
 from compressor.training.guards.containers import own_generators
 from compressor.training.guards.python_values import PythonValues
-from compressor.training.outside_of_steps import kept_buffers, kept_generators
-from compressor.training.python_state import PythonState
+from compressor.training.python_state import PythonState, kept_buffers, kept_generators
 from compressor.training.replay.plan import Plan, record, refuse_early
 from compressor.training.replay.prove import audit, compare_recorded, eager_end, prove
 from compressor.training.step.batch import Batch, BatchKey, InputBuffers, batch_key, num_tokens, varying_constants

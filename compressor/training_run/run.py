@@ -12,7 +12,7 @@ from torch import nn
 
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.loading.words import resolve_tokenizer
-from compressor.numerics.half_products import widened_products
+from compressor.numerics.precision import widened_products
 from compressor.recipe import load_recipe
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import TrainSettings

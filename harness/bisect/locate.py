@@ -12,7 +12,7 @@ import torch
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.folder import read_config, resolve_folder, some
-from compressor.numerics.half_products import widened_products
+from compressor.numerics.precision import widened_products
 from compressor.progress import Progress, SilentProgress
 from harness.bisect.blame import Blame, guilty_part, suspects, usual_sqnr, weight_sqnr, who_made
 from harness.bisect.difference import MEASURES, Comparer, Tokens, limit_from, shown

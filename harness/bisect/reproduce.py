@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from compressor.errors import UserInputError
-from compressor.numerics.half_products import widened_products
+from compressor.numerics.precision import widened_products
 from harness.bisect.difference import MEASURES, Comparer, Tokens
 from harness.bisect.models import load_pair
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compressor.lazy_names import lazy_names
+from compressor.object_reference import lazy_names
 
 if TYPE_CHECKING:
     from harness.checks.catalogue.registry import Check, CheckFailed, NothingToCheckError, register

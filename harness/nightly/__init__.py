@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compressor.lazy_names import lazy_names
+from compressor.object_reference import lazy_names
 
 _PUBLIC = {
     "History": "harness.nightly.history",

@@ -6,7 +6,7 @@ invariance, outside (the checks) -> policy (what is required and waived) -> page
 
 from __future__ import annotations
 
-from compressor.lazy_names import lazy_names
+from compressor.object_reference import lazy_names
 
 _PUBLIC = {
     "ReleasePolicy": "harness.release.policy",

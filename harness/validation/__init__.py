@@ -7,7 +7,7 @@ quality (behaviour) -> report, page, plots. Names are imported on first use, so 
 
 from __future__ import annotations
 
-from compressor.lazy_names import lazy_names
+from compressor.object_reference import lazy_names
 
 _PUBLIC = {
     "validate": "harness.validation.compare",

@@ -24,7 +24,7 @@ from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.folder import resolve_folder
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
-from compressor.numerics.half_products import widened_products
+from compressor.numerics.precision import widened_products
 from compressor.progress import Progress, SilentProgress
 from compressor.settings.kinds import WHOLE, plain_number
 from compressor.settings.options import check_kind

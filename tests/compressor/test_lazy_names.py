@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 import compressor
-from compressor.lazy_names import lazy_names
+from compressor.object_reference import lazy_names
 
 
 def test_a_name_is_imported_from_its_home_and_others_are_no_attributes() -> None:

@@ -32,7 +32,7 @@ from compressor.model.loading.load import quiet_transformers
 from compressor.model.targets import text_config
 from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.scheme import QuantizationScheme
-from compressor.settings.sizes import parse_bytes
+from compressor.settings.kinds import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

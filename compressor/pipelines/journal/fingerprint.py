@@ -25,8 +25,7 @@ from compressor.data.collate import hash_batches
 from compressor.lifecycle import Report
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel
-from compressor.numerics.half_products import slow_dtypes
-from compressor.numerics.precision import matmul_precision
+from compressor.numerics.precision import matmul_precision, slow_dtypes
 from compressor.pipelines.settings import SequentialSettings
 
 Fingerprint = dict[str, Any]

@@ -23,7 +23,7 @@ from compressor.errors import OutputError, UserInputError
 from compressor.pipelines.memory import free_bytes
 from compressor.pipelines.offload.block_pool import SMALL_BYTES, Block, BlockPool, Coming, Place
 from compressor.pipelines.offload.tensor_skeleton import put_together, take_apart
-from compressor.settings.sizes import parse_bytes
+from compressor.settings.kinds import parse_bytes
 
 # Shares of what is free when calibration starts: the rest is for statistics, solvers and the forwards themselves.
 HOST_SHARE, DEVICE_SHARE = 0.75, 0.4

@@ -26,7 +26,7 @@ from compressor.tracing.reads import HostReads, LeftMemory, catching
 from compressor.tracing.targets.call_order import plain_forwards
 from compressor.tracing.targets.partition import module_names, taken_apart
 from compressor.tracing.targets.records import Guard, Stage, Verify
-from compressor.tracing.targets.store import RenewingStore
+from compressor.tracing.targets.running import RenewingStore
 
 # The proof of recorded graphs: they are run as a run does, beside the plain model, and all that modules see is compared, bit for bit.
 

@@ -33,9 +33,8 @@ from compressor.tracing.graph.replay import (
 )
 from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.targets.partition import module_names
-from compressor.tracing.targets.running import Watched
+from compressor.tracing.targets.running import WAITING_STREAMS, MemoryStore, ValueStore, Watched
 from compressor.tracing.targets.sample_state import ModuleValues, View, copy_arguments
-from compressor.tracing.targets.store import WAITING_STREAMS, MemoryStore, ValueStore
 from compressor.tracing.traces import Traces
 
 # Copies of live values for a calibration pass, so that the propagation pass finds them as they were.

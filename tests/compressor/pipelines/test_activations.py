@@ -19,7 +19,7 @@ from torch import Tensor
 from compressor.errors import CalibrationError, OutputError
 from compressor.pipelines.offload.activation_store import ActivationStore
 from compressor.pipelines.offload.block_pool import SMALL_BYTES
-from compressor.tracing.targets.store import MemoryStore, ValueStore
+from compressor.tracing.targets.running import MemoryStore, ValueStore
 from tests import tiny
 
 CPU = torch.device("cpu")

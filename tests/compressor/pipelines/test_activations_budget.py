@@ -17,7 +17,7 @@ from compressor.pipelines import SequentialSettings, memory
 from compressor.pipelines.memory import free_bytes
 from compressor.pipelines.offload import activation_store
 from compressor.pipelines.offload.activation_store import open_store
-from compressor.settings.sizes import parse_bytes
+from compressor.settings.kinds import parse_bytes
 
 CPU = torch.device("cpu")
 

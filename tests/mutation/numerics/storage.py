@@ -110,7 +110,7 @@ OBSERVER_MUTANTS: tuple[Mutant, ...] = (
 )  # fmt: skip
 
 _LINEAR = "compressor.nn.quantized_linear:QuantizedLinear."
-_STORAGE = "compressor.nn.storage:"
+_STORAGE = "compressor.nn.layer:"
 _STORED = "layer.weight_as_calibrated"
 _PRODUCT = "layer.product"
 

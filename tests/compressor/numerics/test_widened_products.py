@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressor.numerics import half_products
-from compressor.numerics.half_products import slow_dtypes, widened_products
+from compressor.numerics import precision
+from compressor.numerics.precision import slow_dtypes, widened_products
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -17,9 +17,9 @@ HALVES = (torch.bfloat16, torch.float16)
 @pytest.fixture(autouse=True)
 def _slow_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the path on every CPU, so that machines with the instructions test it too."""
-    monkeypatch.setattr(half_products, "slow_dtypes", lambda: frozenset(HALVES))
+    monkeypatch.setattr(precision, "slow_dtypes", lambda: frozenset(HALVES))
     yield
-    assert not half_products._open
+    assert not precision._open
 
 
 def _factors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -74,7 +74,7 @@ def test_a_wide_right_factor_is_widened_in_parts(monkeypatch: pytest.MonkeyPatch
     left, right = _factors(torch.bfloat16, (5, 64), (64, 33))
     with widened_products():
         whole = left @ right
-        monkeypatch.setattr(half_products, "MAX_WIDENED", 64 * 10)
+        monkeypatch.setattr(precision, "MAX_WIDENED", 64 * 10)
         assert torch.equal(left @ right, whole)
 
 
@@ -96,13 +96,13 @@ def test_torchs_own_kernels_are_back_after_an_error() -> None:
     with pytest.raises(KeyError), widened_products():
         raise KeyError
     assert torch.equal(left @ right, before)
-    assert not half_products._open
+    assert not precision._open
 
 
 def test_a_cpu_with_the_instructions_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_products, "slow_dtypes", frozenset)
+    monkeypatch.setattr(precision, "slow_dtypes", frozenset)
     with widened_products():
-        assert not half_products._open
+        assert not precision._open
 
 
 def test_dtypes_are_slow_that_onednn_does_not_multiply() -> None:
