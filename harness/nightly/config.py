@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from compressor.errors import UserInputError
-from harness.command_line import check_command
-from harness.settings_file import SettingsPart, read_settings
+from harness.settings_file import SettingsPart, check_command, read_settings
 
 Check = Literal["compress", "validate", "speed"]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -16,8 +16,7 @@ from compressor.progress import Progress, SilentProgress
 from compressor.settings.verbs import DataSettings
 from harness.release import files, generation, invariance, tokenizer
 from harness.release.candidate import Candidate, Check
-from harness.release.outside.commands import check_commands
-from harness.release.outside.environments import check_environments
+from harness.release.outside.commands import check_commands, check_environments
 from harness.release.outside.served import check_served
 from harness.release.outside.tasks import check_tasks
 from harness.release.policy import ReleasePolicy, load_release_policy

@@ -18,9 +18,8 @@ from compressor import QuantizationModifier, load_compressed, oneshot
 from compressor.errors import CompressorError
 from compressor.nn.attention.kv_cache import attach_kv_quantizer, attention_modules
 from compressor.numerics import QParams, QuantizationArgs
-from harness.mutants.code_swap import bug
 from harness.mutants.family import Family, Killer
-from harness.mutants.patches import Edit, Mutant
+from harness.mutants.patches import Edit, Mutant, bug
 from tests import tiny
 
 _KV, _QUERIES = "compressor.nn.attention.kv_cache:", "compressor.nn.attention.queries:"

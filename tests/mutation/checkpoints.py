@@ -14,9 +14,8 @@ from pathlib import Path
 from compressor.errors import CompressorError
 from harness.checks.adapters.ours import OurArtifact
 from harness.checks.catalogue.registry import CheckContext, find_checks
-from harness.mutants.code_swap import bug
 from harness.mutants.family import Family, Killer
-from harness.mutants.patches import Edit, Mutant
+from harness.mutants.patches import Edit, Mutant, bug
 from harness.reporting.verdict import Outcome
 from tests import tiny
 

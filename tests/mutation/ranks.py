@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.mutants.code_swap import bug
 from harness.mutants.family import Family, Killer
-from harness.mutants.patches import Edit, Mutant, Table
+from harness.mutants.patches import Edit, Mutant, Table, bug
 from tests.compressor.distributed import rank_jobs
 
 _SIZE = 2

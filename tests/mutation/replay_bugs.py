@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from harness.mutants.code_swap import bug
-from harness.mutants.patches import Edit, Mutant, Table
+from harness.mutants.patches import Edit, Mutant, Table, bug
 
 _TRAINING = "compressor.training."
 

@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_leaves
 from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, describe
-from harness.lifecycle.driving.flowing import flowing
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differences
 from harness.lifecycle.driving.probes import masked_batch
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze
 from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call
-from harness.lifecycle.witness import Witness
+from harness.lifecycle.witness import Witness, flowing
 
 # A hook may wait for its second call, or for its fifth: these many batches, in evaluation and in training mode.
 LEAST_BATCHES = 4

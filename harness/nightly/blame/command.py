@@ -76,11 +76,9 @@ def blame(settings: BlameSettings, progress: Progress) -> BlameReport:
         UserInputError: the settings do not say what to measure, or where.
         HarnessError: an end cannot be measured, or git cannot search.
     """
-    from harness.nightly.blame.ends import find_ends
-    from harness.nightly.blame.layers import with_layers
     from harness.nightly.blame.measuring import CellMeasure, CommandMeasure, Measure
     from harness.nightly.blame.repository import Repository
-    from harness.nightly.blame.search import Search
+    from harness.nightly.blame.search import Search, find_ends, with_layers
     from harness.nightly.config import read_config
     from harness.nightly.history import History
 

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from compressor.errors import UserInputError
 from compressor.spelling import suggest
-from harness.command_line import check_command
 from harness.nightly.blame.repository import Repository
 from harness.nightly.cells import Cell, CellOutcome, all_cells
 from harness.nightly.config import Limits, NightlyConfig
@@ -19,6 +18,7 @@ from harness.nightly.history import History
 from harness.nightly.measurement import Measurement
 from harness.nightly.process import run_limited
 from harness.nightly.runner import Runner, last_line
+from harness.settings_file import check_command
 
 _READINGS = "readings.sqlite"
 

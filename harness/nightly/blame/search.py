@@ -1,26 +1,31 @@
 """The search: both ends are measured anew on this machine, then what git checks out between them, until one commit is left.
 
-What was measured lies in files and is not measured again, so that a search that was interrupted goes on.
+Between which commits to search, the history says. What was measured lies in files and is not measured again, so that a search that was interrupted goes on.
 """
 
 from __future__ import annotations
 
 import fcntl
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from compressor.errors import UserInputError
 from compressor.progress import Progress, SilentProgress, Task
 from harness.errors import HarnessError
 from harness.nightly.blame.answer import BlameReport, Step
 from harness.nightly.blame.deciding import LEAST_ROUNDS, decide, effect_of, is_reproduced
-from harness.nightly.blame.measuring import Measure, Reading
+from harness.nightly.blame.measuring import CellMeasure, Measure, Reading
 from harness.nightly.blame.repository import Bisection, Commit, Repository
 from harness.nightly.cells import CellOutcome
+from harness.nightly.history import History
 from harness.nightly.judging.bridging import level
+from harness.nightly.judging.judge import judge
+from harness.nightly.judging.shifts import LEAST_AFTER
 from harness.nightly.measurement import Better, Measurement
 
 
@@ -149,3 +154,91 @@ def _level(measured: Measurement) -> float:
         return level(measured.values, measured.better)
     mean = math.log(float(np.mean(measured.values)))
     return mean if measured.better == "lower" else -mean
+
+
+# Between which commits to search: what the history says of a metric, or of a cell.
+
+
+def find_ends(
+    repository: Repository, metric: str, history: History | None, good: str | None = None, bad: str | None = None
+) -> tuple[Commit, Commit]:
+    """Find the commits to search between.
+
+    Args:
+        repository: that has them.
+        metric: its name, or that of a cell.
+        history: with its nights; None where both ends are given.
+        good: a commit that is as it should be, as git takes it; by default one of some nights before the change.
+        bad: one that is worse; by default one of some nights after.
+
+    Returns:
+        The good commit and the bad one.
+
+    Raises:
+        UserInputError: the history shows no change, or names no commits; or a name that was given is none.
+    """
+    if good is None or bad is None:
+        found = _of_history(metric, history) if history is not None else ("", "")
+    ends = (
+        repository.commit(good, "--good") if good is not None else _noted(repository, found[0], "--good"),
+        repository.commit(bad, "--bad") if bad is not None else _noted(repository, found[1], "--bad"),
+    )
+    if ends[0] == ends[1]:
+        raise UserInputError(f"{metric}: both ends are commit {ends[0].revision[:12]}; what changed is no commit, or name --good and --bad")
+    return ends
+
+
+def _noted(repository: Repository, revision: str, flag: str) -> Commit:
+    if not revision or revision.endswith("-dirty"):
+        told = f"at {revision}, with changes that no commit holds" if revision else "at an unknown commit"
+        raise UserInputError(f"{flag}: that night ran {told}; name one")
+    return repository.commit(revision, f"{flag}, from the history")
+
+
+def _of_history(metric: str, history: History) -> tuple[str, str]:
+    """Revisions on both sides of a change; a change is placed to within a night or two, so they lie that far from it."""
+    outcomes = [(row.revision, CellOutcome(row.outcome) is CellOutcome.PASS) for row in history.cells() if row.cell == metric]
+    series = history.series(metric)
+    if outcomes:
+        return _of_outcomes(metric, outcomes)
+    if not series:
+        raise UserInputError(f"{metric}: {history.path} knows no metric or cell of that name; name --good and --bad")
+    judgement = judge(series, history.acceptances(metric))
+    change = next((change for change in judgement.changes if change.acceptance is None), None)
+    if change is None:
+        raise UserInputError(f"{metric}: no change to blame anybody for: {judgement.summary}; name --good and --bad")
+    nights = [one for one in series if one.kind == "paired" or one.environment == series[-1].environment]
+    place = next(index for index, one in enumerate(nights) if one.night == change.night)
+    return nights[max(0, place - LEAST_AFTER)].revision, nights[min(len(nights) - 1, place + LEAST_AFTER - 1)].revision
+
+
+def _of_outcomes(metric: str, outcomes: Sequence[tuple[str, bool]]) -> tuple[str, str]:
+    if outcomes[-1][1]:
+        raise UserInputError(f"{metric}: passed when it last ran; name --good and --bad")
+    passed = [place for place, (_, is_pass) in enumerate(outcomes) if is_pass]
+    if not passed:
+        raise UserInputError(f"{metric}: never passed in this history; name --good, where it did")
+    return outcomes[passed[-1]][0], outcomes[passed[-1] + 1][0]
+
+
+# From the commit to the layer: the checkpoints on both sides of it are held against each other, as `harness bisect` does.
+
+
+def with_layers(report: BlameReport, measure: CellMeasure, progress: Progress) -> BlameReport:
+    """Add the search among layers to a report that names a commit.
+
+    Args:
+        report: of the search among commits.
+        measure: that it used; its checkpoints are still there.
+        progress: shows bars.
+
+    Returns:
+        The report; as it was where no commit was found, or the metric says nothing of a checkpoint.
+    """
+    if len(report.first_bad) != 1 or measure.judged_on is None:
+        return report
+    from harness.bisect import bisect
+
+    data, device = measure.judged_on
+    good, bad = (measure.checkpoint(revision) for revision in (report.steps[0].commit.revision, report.first_bad[0].revision))
+    return replace(report, layers=bisect(good, bad, data, device=device, progress=progress))

@@ -83,7 +83,7 @@ def test_a_family_that_cannot_be_hunted_is_told_in_a_line(name: str, tmp_path: P
     place = tmp_path / f"planted_{name.replace(' ', '_')}.py"  # modules of one name would be one
     place.write_text(
         "import textwrap\n"
-        "from harness.mutants.code_swap import bug\n"
+        "from harness.mutants.patches import bug\n"
         "from harness.mutants.family import Family\n"
         "from harness.mutants.patches import Edit\n"
         "SOUND = bug('one', 'k', 'w', 'c')\n"

@@ -8,10 +8,9 @@ import pytest
 
 from compressor.numerics import formats, packing
 from harness.checks.catalogue.registry import all_checks, find_checks
-from harness.mutants.code_swap import bug
 from harness.mutants.family import find_family, listed_families
 from harness.mutants.hunt import fate_of
-from harness.mutants.patches import Edit
+from harness.mutants.patches import Edit, bug
 
 NUMERIC = ("quantizers", "packers", "observers", "layers", "solvers", "pruners", "moved-scales", "rotations", "experts")
 ALL = {f"{name}-{mutant}": (name, mutant) for name in NUMERIC for mutant in find_family(name).mutants}

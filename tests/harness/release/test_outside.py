@@ -14,8 +14,7 @@ import torch
 
 from harness.release.candidate import Candidate
 from harness.release.outside import elsewhere
-from harness.release.outside.commands import check_commands
-from harness.release.outside.environments import check_environments
+from harness.release.outside.commands import check_commands, check_environments
 from harness.release.policy import ReleasePolicy
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome

@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from harness.goldens.golden import Golden, GoldenMismatch, GoldenSettings
-from harness.mutants.code_swap import CodeMutant, bug
 from harness.mutants.family import Family, Killer
-from harness.mutants.patches import Edit, Mutant
+from harness.mutants.patches import CodeMutant, Edit, Mutant, bug
 from tests.mutation.numerics.learned import AUTOROUND_MUTANTS, LEARNED_ROTATION_MUTANTS
 from tests.mutation.numerics.owl import OWL_MUTANTS
 from tests.mutation.numerics.scales import RANGE_MUTANTS

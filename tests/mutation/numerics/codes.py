@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from harness.mutants.code_swap import bug
-from harness.mutants.patches import Edit, Mutant
+from harness.mutants.patches import Edit, Mutant, bug
 
 _FORMATS = "compressor.numerics.formats:"
 _QUANTIZE = "compressor.numerics.quantize:"

@@ -6,8 +6,7 @@ the catalogue alone has to see it.
 
 from __future__ import annotations
 
-from harness.mutants.code_swap import CodeMutant, bug
-from harness.mutants.patches import Edit, Mutant
+from harness.mutants.patches import CodeMutant, Edit, Mutant, bug
 
 _MEASURE = "compressor.algorithms.pruning.reap:"
 _REFIT = "compressor.algorithms.pruning.refit:"

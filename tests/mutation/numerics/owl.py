@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from harness.mutants.code_swap import bug
-from harness.mutants.patches import Edit, Mutant
+from harness.mutants.patches import Edit, Mutant, bug
 
 _SHARE = "compressor.algorithms.pruning.wanda:outlier_share"
 _LAYERS = "compressor.algorithms.pruning.wanda:layer_sparsities"

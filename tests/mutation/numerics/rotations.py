@@ -5,8 +5,7 @@ The modifier itself compares outputs before and after; that is switched off with
 
 from __future__ import annotations
 
-from harness.mutants.code_swap import CodeMutant, bug
-from harness.mutants.patches import Edit, Mutant
+from harness.mutants.patches import CodeMutant, Edit, Mutant, bug
 
 _TURNS = "compressor.mappings.turns:"
 _BASIS = "compressor.mappings.basis:"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from harness.mutants.code_swap import bug
-from harness.mutants.patches import Edit, Mutant, Table
+from harness.mutants.patches import Edit, Mutant, Table, bug
 
 _QPARAMS = "compressor.numerics.qparams:"
 _OBSERVERS = "compressor.numerics.observers:"

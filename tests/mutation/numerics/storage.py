@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from harness.mutants.code_swap import bug
-from harness.mutants.patches import Edit, Mutant, Table
+from harness.mutants.patches import Edit, Mutant, Table, bug
 
 _PACK = "compressor.numerics.packing:"
 _FP4 = "compressor.numerics.packing:"

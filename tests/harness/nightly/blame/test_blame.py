@@ -19,10 +19,9 @@ from harness.cli import main
 from harness.errors import HarnessError
 from harness.nightly.blame.answer import BlameReport
 from harness.nightly.blame.deciding import decide, effect_of, is_reproduced
-from harness.nightly.blame.ends import find_ends
 from harness.nightly.blame.measuring import Reading
 from harness.nightly.blame.repository import Repository
-from harness.nightly.blame.search import Search
+from harness.nightly.blame.search import Search, find_ends
 from harness.nightly.cells import CellOutcome
 from harness.nightly.environment import Environment
 from harness.nightly.history import History
