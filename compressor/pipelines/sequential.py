@@ -114,64 +114,87 @@ def _run_stages(
     """Take all samples through all stages; return targets, those that no sample has called, called modules, and rewritten parameters."""
     state = session.state
     with calibration_mode(state):
-        watched = watched_modules(session)
-        with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
-            names = compressed_names(state)
-            with calls_of(state.model, names) as called, weights_held_to(state.model, names) as exchanged:
-                plan, runs_once = _trace(session, data, settings, watched, weights)
-            refuse_exchanged(exchanged, plan.rewritten)
-            check_padding(state, data, watched)
-        weights.refuse_rewritten(plan.rewritten)
-        note_kept(state, plan.kept)
-        note_proof(state, plan.widened)
-        cut = plan.partition
-        num_batches = len(data.batches)
+        plan, runs_once, called = _planned(session, data, settings, weights)
         beside = _beside(session, plan, settings, runs_once)
         state.has_base_stream = beside is not None
         # A sample enters once and passes each stage twice, to calibrate and to propagate; a twin of it enters once and passes each once.
-        total = num_batches * (1 + 2 * len(plan.stages) + (0 if beside is None else 1 + len(plan.stages)))
+        total = len(data.batches) * (1 + 2 * len(plan.stages) + (0 if beside is None else 1 + len(plan.stages)))
         with progress.task("calibrate", total=total) as task:
             bar = _Bar(task, total, journal.summary, data.num_tokens)
-
-            def on_sample(index: int) -> None:
-                state.ranks.check()
-                # Twins of samples, on the uncompressed model, are numbered behind all samples and share their masks.
-                set_token_mask(state, data, index % num_batches)
-                state.base_stream = index >= num_batches
-                bar.advance()
-
-            with (
-                _open_store(state, plan, settings) as store,
-                plan.run(
-                    data.batches,
-                    store,
-                    device=state.device,
-                    watched=lambda: watched_modules(session),
-                    on_sample=on_sample,
-                    quiet=session.hooks_disabled,
-                    beside=beside,
-                    own=state.own_batches(data),
-                    everywhere=state.ranks.union,
-                    may_wait=settings.propagate_error,
-                ) as running,
-            ):
-                # What planning knows is refused before the first stage; what only the run shows, below.
-                _check_called(session, plan.uncalled, settings.targets)
-                _check_rewritten(state, plan, settings.propagate_error)
-                _check_called_late(session, plan, settings.propagate_error)
-                early: tuple[str, ...] = ()
-                with _outside_calls(state, cut) as outside:
-                    for stage in running:
-                        # What was called before the last stage: layers behind it have seen it uncompressed.
-                        early = tuple(state.ranks.union(tuple(outside)))
-                        with memory_explained(state.model, stage.name, "brought to the device", stage.module_names):
-                            weights.hold(stage.module_names)
-                        _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages))
-                weights.hold(())
-            _check_called(session, running.uncalled, settings.targets)
-            _note_late(state, early if settings.propagate_error else ())
+            uncalled = _pass_stages(session, data, settings, journal, weights, plan, beside, bar)
             bar.finish()
-    return cut, running.uncalled, called, plan.rewritten
+    return plan.partition, uncalled, called, plan.rewritten
+
+
+def _planned(
+    session: Session, data: CalibrationData, settings: SequentialSettings, weights: WeightsByStretch
+) -> tuple[Plan, bool, set[str]]:
+    """Trace; return the plan, whether layers run once, and the modules that were called. Refuses what no stage could do."""
+    state = session.state
+    watched = watched_modules(session)
+    with session.hooks_disabled(), memory_explained(state.model, "the model", "traced", module_names(state.model, "")):
+        names = compressed_names(state)
+        with calls_of(state.model, names) as called, weights_held_to(state.model, names) as exchanged:
+            plan, runs_once = _trace(session, data, settings, watched, weights)
+        refuse_exchanged(exchanged, plan.rewritten)
+        check_padding(state, data, watched)
+    weights.refuse_rewritten(plan.rewritten)
+    note_kept(state, plan.kept)
+    note_proof(state, plan.widened)
+    return plan, runs_once, called
+
+
+def _pass_stages(
+    session: Session,
+    data: CalibrationData,
+    settings: SequentialSettings,
+    journal: StageJournal,
+    weights: WeightsByStretch,
+    plan: Plan,
+    beside: Callable[[], AbstractContextManager[None]] | None,
+    bar: _Bar,
+) -> tuple[str, ...]:
+    """Calibrate and propagate, stage by stage; return the targets that no sample has called."""
+    state, num_batches = session.state, len(data.batches)
+
+    def on_sample(index: int) -> None:
+        state.ranks.check()
+        # Twins of samples, on the uncompressed model, are numbered behind all samples and share their masks.
+        set_token_mask(state, data, index % num_batches)
+        state.base_stream = index >= num_batches
+        bar.advance()
+
+    with (
+        _open_store(state, plan, settings) as store,
+        plan.run(
+            data.batches,
+            store,
+            device=state.device,
+            watched=lambda: watched_modules(session),
+            on_sample=on_sample,
+            quiet=session.hooks_disabled,
+            beside=beside,
+            own=state.own_batches(data),
+            everywhere=state.ranks.union,
+            may_wait=settings.propagate_error,
+        ) as running,
+    ):
+        # What planning knows is refused before the first stage; what only the run shows, below.
+        _check_called(session, plan.uncalled, settings.targets)
+        _check_rewritten(state, plan, settings.propagate_error)
+        _check_called_late(session, plan, settings.propagate_error)
+        early: tuple[str, ...] = ()
+        with _outside_calls(state, plan.partition) as outside:
+            for stage in running:
+                # What was called before the last stage: layers behind it have seen it uncompressed.
+                early = tuple(state.ranks.union(tuple(outside)))
+                with memory_explained(state.model, stage.name, "brought to the device", stage.module_names):
+                    weights.hold(stage.module_names)
+                _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages))
+        weights.hold(())
+    _check_called(session, running.uncalled, settings.targets)
+    _note_late(state, early if settings.propagate_error else ())
+    return running.uncalled
 
 
 def _trace(

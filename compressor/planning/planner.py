@@ -189,13 +189,40 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         UserInputError: whatever `oneshot` would refuse of recipe and model.
     """
     check_dtypes_around(plan)
-    dtype, memory = settings.dtype, settings.activation_memory
-    granted = None if memory is None else parse_bytes(memory, "activation_memory")
-    device_bytes = None if settings.device_memory is None else parse_bytes(settings.device_memory, "device_memory")
-    if device_bytes == 0:
-        raise UserInputError(f"device_memory: {settings.device_memory!r} holds nothing; give the memory of a GPU, such as 80GB")
+    granted = None if settings.activation_memory is None else parse_bytes(settings.activation_memory, "activation_memory")
+    device_bytes = _device_bytes(settings)
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, mode=settings.mode)
     chosen = choose_pipeline(parsed.modifiers, settings.pipeline, settings.sequential_targets)
+    skeleton, in_memory = _skeleton(model, settings), isinstance(model, nn.Module)
+    length = chosen_length(settings.max_seq_length, max_positions(skeleton))
+    batches, of_all = (Batches.of(settings.num_calibration_samples, length, settings.batch_size, ranks) for ranks in (settings.ranks, 1))
+    device = resolve_device(settings.device)
+    with unfused_experts(skeleton, hold=True) as experts:
+        try:
+            speed = measure_speed(device, next((p.dtype for p in skeleton.parameters()), torch.float32))
+            on_gpu = device.type != "cpu" or device_bytes is not None
+            ahead = None if in_memory else int(on_gpu)  # on a GPU the next layer is on its way
+            suspends = settings.engine == "suspend"
+            setting = Setting(bytes_of(skeleton), not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)
+            attention, unwritable = _attention(skeleton, parsed.modifiers), _unwritable(skeleton, parsed.modifiers)
+            made = _estimated(skeleton, parsed, chosen, settings, setting, of_all, None if in_memory else device)
+        finally:
+            experts.restore()
+    fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
+    return replace(made, ranks=settings.ranks, fit=fit, attention=attention, unwritable=unwritable)
+
+
+def _device_bytes(settings: PlanSettings) -> int | None:
+    if settings.device_memory is None:
+        return None
+    found = parse_bytes(settings.device_memory, "device_memory")
+    if found == 0:
+        raise UserInputError(f"device_memory: {settings.device_memory!r} holds nothing; give the memory of a GPU, such as 80GB")
+    return found
+
+
+def _skeleton(model: str | Path | nn.Module, settings: PlanSettings) -> nn.Module:
+    """The model without its weights, in the dtype that it would be compressed in."""
     skeleton = load_skeleton(
         model,
         trust_remote_code=settings.trust_remote_code_model,
@@ -203,49 +230,35 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         revision=settings.model_revision,
     )
     if isinstance(model, nn.Module):
-        check_in_memory(model, dtype=dtype)
-        skeleton = without_values(model)
-    elif dtype != "auto":
-        skeleton = skeleton.to(resolve_dtype(dtype))
-    length = chosen_length(settings.max_seq_length, max_positions(skeleton))
-    batches, of_all = (Batches.of(settings.num_calibration_samples, length, settings.batch_size, ranks) for ranks in (settings.ranks, 1))
-    run_device = resolve_device(settings.device)
-    with unfused_experts(skeleton, hold=True) as experts:
-        try:
-            speed = measure_speed(run_device, next((p.dtype for p in skeleton.parameters()), torch.float32))
-            on_gpu = run_device.type != "cpu" or device_bytes is not None
-            keeps_float = not on_gpu or isinstance(model, nn.Module)
-            setting = Setting(bytes_of(skeleton), keeps_float, settings.engine == "suspend", granted, batches, speed)
-            if not isinstance(model, nn.Module):  # on a GPU the next layer is on its way
-                setting = replace(setting, num_ahead=1 if on_gpu else 0)
-            attention, unwritable = _attention(skeleton, parsed.modifiers), _unwritable(skeleton, parsed.modifiers)
-            with _reshaped(skeleton, parsed.modifiers):
-                follow = _Following(skeleton, batches)
-                planned = _targets(skeleton, parsed.modifiers)
-                made = _made(skeleton, parsed, chosen, settings, setting, follow, planned)
-                alone = None
-                if settings.ranks > 1:
-                    same = batches.batch_size == of_all.batch_size
-                    follow_all = follow if same else _Following(skeleton, of_all)
-                    alone = _made(
-                        skeleton, parsed, chosen, settings, replace(setting, batches=of_all), follow_all, planned
-                    ).estimate.seconds
-                modes = {
-                    mode: made.estimate
-                    if other.modifiers == parsed.modifiers
-                    else _made(skeleton, other, chosen, settings, setting, follow, _targets(skeleton, other.modifiers)).estimate
-                    for mode, other in _other_modes(parsed, settings).items()
-                }
-                conversion = None
-                if not isinstance(model, nn.Module):
-                    changed = list(planned[0].values())
-                    written = made.estimate.checkpoint_bytes
-                    conversion = estimate_conversion(skeleton, parsed, changed, written, settings.ranks, run_device)
-        finally:
-            experts.restore()
-    fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    made = replace(made, modes=modes, ranks=settings.ranks, alone_seconds=alone, fit=fit)
-    return replace(made, attention=attention, unwritable=unwritable, conversion=conversion)
+        check_in_memory(model, dtype=settings.dtype)
+        return without_values(model)
+    return skeleton if settings.dtype == "auto" else skeleton.to(resolve_dtype(settings.dtype))
+
+
+def _estimated(
+    skeleton: nn.Module, parsed: Recipe, chosen: str, settings: PlanSettings, setting: Setting, of_all: Batches, device: torch.device | None
+) -> Plan:
+    """The plan of a run beside its costs otherwise: in one process, in the other modes, and from file to file on `device` (None: never)."""
+    batches = setting.batches
+    with _reshaped(skeleton, parsed.modifiers):
+        follow = _Following(skeleton, batches)
+        planned = _targets(skeleton, parsed.modifiers)
+        made = _made(skeleton, parsed, chosen, settings, setting, follow, planned)
+        alone = None
+        if settings.ranks > 1:
+            follow_all = follow if batches.batch_size == of_all.batch_size else _Following(skeleton, of_all)
+            alone = _made(skeleton, parsed, chosen, settings, replace(setting, batches=of_all), follow_all, planned).estimate.seconds
+        modes = {
+            mode: made.estimate
+            if other.modifiers == parsed.modifiers
+            else _made(skeleton, other, chosen, settings, setting, follow, _targets(skeleton, other.modifiers)).estimate
+            for mode, other in _other_modes(parsed, settings).items()
+        }
+        conversion = None
+        if device is not None:
+            changed, written = list(planned[0].values()), made.estimate.checkpoint_bytes
+            conversion = estimate_conversion(skeleton, parsed, changed, written, settings.ranks, device)
+    return replace(made, modes=modes, alone_seconds=alone, conversion=conversion)
 
 
 def _attention(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -145,17 +145,8 @@ def validate(
     """
     check_dtypes_around(validate)
     num_samples, max_seq_length, seed = map(plain_number, (num_samples, max_seq_length, seed))
-    for name, value in {
-        "num_samples": num_samples,
-        "seed": seed,
-        "max_seq_length": 1 if max_seq_length is None else max_seq_length,
-    }.items():
-        check_kind(name, value, WHOLE)
+    _refuse(num_samples, max_seq_length, seed, serve)
     policy = policy_of(policy)
-    if serve not in (*SERVERS, "none"):
-        raise UserInputError(f"serve: {serve!r} is no server that is known here; {suggest(str(serve), [*SERVERS, 'none'])}")
-    if seed < 0:
-        raise UserInputError(f"seed: {seed} was given, where a whole number of 0 or more belongs; correct it")
     started, clock = datetime.now(UTC), time.monotonic()
     progress = progress or SilentProgress()
     torch_device = resolve_device(device)
@@ -167,15 +158,8 @@ def validate(
         if sees_ahead(model_logits(base_model.model, torch_device), batches):
             raise ModelError(f"{base}: what its predictions say of a token depends on later tokens; {_TAKES}")
         base_hashes = file_hashes(subject.base.folder)
-        folder = subject.compressed.folder
-        digests = check_digests(subject.compressed)
-        records = [*check_files(subject), *check_record(folder, base_hashes, data.sha256), digests]
-        records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
         server = None if serve == "none" else serve
-        records += check_serving(subject, server, policy)
-        loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
-        modules = inspect_modules(subject, loaded, progress=progress)
-        records += [loads, *check_weights(subject, modules, policy, is_as_written=digests.outcome is Outcome.PASS), check_sparsity(subject)]
+        records, modules, loaded = _records_of_files(subject, base_hashes, data.sha256, policy, server, progress)
         quality, scores = None, None
         why = "the checkpoint does not load" if loaded is None else _other_vocabulary(base_model.model, loaded)
         if loaded is None or why:
@@ -193,6 +177,30 @@ def validate(
         }
         run = {"started": started.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - clock, 2), **_machine(torch_device)}
         return ValidationReport(decide(records), tuple(records), policy, tuple(modules), quality, scores, provenance, run)
+
+
+def _refuse(num_samples: Any, max_seq_length: Any, seed: Any, serve: Any) -> None:
+    numbers = {"num_samples": num_samples, "seed": seed, "max_seq_length": 1 if max_seq_length is None else max_seq_length}
+    for name, value in numbers.items():
+        check_kind(name, value, WHOLE)
+    if serve not in (*SERVERS, "none"):
+        raise UserInputError(f"serve: {serve!r} is no server that is known here; {suggest(str(serve), [*SERVERS, 'none'])}")
+    if seed < 0:
+        raise UserInputError(f"seed: {seed} was given, where a whole number of 0 or more belongs; correct it")
+
+
+def _records_of_files(
+    subject: Subject, base_hashes: Mapping[str, str], data_hash: str, policy: Policy, server: ServerName | None, progress: Progress
+) -> tuple[list[CheckRecord], list[ModuleInspection], torch.nn.Module | None]:
+    """Check what lies in the folders; return the records, what was found module by module, and the loaded checkpoint."""
+    folder, digests = subject.compressed.folder, check_digests(subject.compressed)
+    records = [*check_files(subject), *check_record(folder, base_hashes, data_hash), digests]
+    records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
+    records += check_serving(subject, server, policy)
+    loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)
+    modules = inspect_modules(subject, loaded, progress=progress)
+    records += [loads, *check_weights(subject, modules, policy, is_as_written=digests.outcome is Outcome.PASS), check_sparsity(subject)]
+    return records, modules, loaded
 
 
 def _base_model(subject: Subject) -> LoadedModel:

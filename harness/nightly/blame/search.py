@@ -1,6 +1,7 @@
 """The search: both ends are measured anew on this machine, then what git checks out between them, until one commit is left.
 
-Between which commits to search, the history says. What was measured lies in files and is not measured again, so that a search that was interrupted goes on.
+The history says between which commits to search. What was measured lies in files and is not measured again, so that a search that was
+interrupted goes on.
 """
 
 from __future__ import annotations
