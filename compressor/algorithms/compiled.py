@@ -51,6 +51,48 @@ class Columns(Protocol):
         """Of the stored scales."""
 
 
+class RoundingKernel(Protocol):
+    """What rounds columns in place of torch: `CompiledKernel` or `TritonKernel`."""
+
+    @property
+    def name(self) -> str:
+        """As the record of a run names it."""
+
+    @property
+    def number_types(self) -> Sequence[str]:
+        """The formats that it knows."""
+
+    def round_block(
+        self, T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, diag_B: Tensor, columns: Columns, first: int, codes_BR: Tensor, loss_R: Tensor
+    ) -> None:
+        """Round the columns of one block.
+
+        Args:
+            T_BR: [B, R] float32, the weights and what the errors of earlier blocks add to them.
+            E_BR: [B, R] float32, the weights; becomes their errors.
+            C_BB: [B, B] float32, how the error of column j moves column k, at [k, j].
+            diag_B: [B] float32, what an error of each column costs.
+            columns: scales and zero points.
+            first: place of the first column among those of `columns`.
+            codes_BR: [B, R] int8 or, where the kernel knows floats, float8_e4m3fn; filled.
+            loss_R: [R] float32, twice the loss of these columns is added.
+        """
+
+    def search(self, work_CR: Tensor, C_CC: Tensor, diag_C: Tensor, columns: Columns, multiples_P: Tensor) -> Tensor:
+        """Choose for each row and group the multiple of its scale with the least loss.
+
+        Args:
+            work_CR: [C, R] float32, the weights, their columns in the order of rounding; not modified.
+            C_CC: [C, C] float32, as for `round_block`, of all columns.
+            diag_C: [C] float32, as for `round_block`.
+            columns: observed scales and zero points.
+            multiples_P: [P] float32, in the order in which they win where losses are equal.
+
+        Returns:
+            [G, R] float32, the chosen scales.
+        """
+
+
 class CompiledKernel:
     """Rounds the columns of one block, or tries scales on the columns of every group; integers on a CPU."""
 
@@ -67,18 +109,7 @@ class CompiledKernel:
     def round_block(
         self, T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, diag_B: Tensor, columns: Columns, first: int, codes_BR: Tensor, loss_R: Tensor
     ) -> None:
-        """Round the columns of one block.
-
-        Args:
-            T_BR: [B, R] float32, the weights and what the errors of earlier blocks add to them.
-            E_BR: [B, R] float32, the weights; becomes their errors.
-            C_BB: [B, B] float32, how the error of column j moves column k, at [k, j].
-            diag_B: [B] float32, what an error of each column costs.
-            columns: scales and zero points.
-            first: place of the first column among those of `columns`.
-            codes_BR: [B, R] int8, filled.
-            loss_R: [R] float32, twice the loss of these columns is added.
-        """
+        """Round the columns of one block, in parts of the rows."""
         num_columns, rows = T_BR.shape
         group_B = columns.group_C[first : first + num_columns]
         gone_BR = None if columns.gone_CR is None else columns.gone_CR[first : first + num_columns]
@@ -88,18 +119,7 @@ class CompiledKernel:
         _in_parts(lambda begin, end: int(self._round_rows(*pointers, num_columns, rows, begin, end, *last)), rows, work)
 
     def search(self, work_CR: Tensor, C_CC: Tensor, diag_C: Tensor, columns: Columns, multiples_P: Tensor) -> Tensor:
-        """Choose for each row and group the multiple of its scale with the least loss.
-
-        Args:
-            work_CR: [C, R] float32, the weights, their columns in the order of rounding; not modified.
-            C_CC: [C, C] float32, as for `round_block`, of all columns.
-            diag_C: [C] float32, as for `round_block`.
-            columns: observed scales and zero points.
-            multiples_P: [P] float32, in the order in which they win where losses are equal.
-
-        Returns:
-            [G, R] float32, the chosen scales.
-        """
+        """Try the scales, in parts of the rows."""
         num_columns, rows = work_CR.shape
         scale_GR = columns.scale32_GR.clone()
         groups = len(scale_GR)
@@ -145,26 +165,6 @@ def _in_parts(run: Callable[[int, int], int], rows: int, work: int) -> None:
             failed = list(pool.map(lambda part: run(*part), parts))
     if any(failed):
         raise MemoryError("no memory for the errors of one block of columns")
-
-
-class RoundingKernel(Protocol):
-    """What rounds columns in place of torch: `CompiledKernel` or `TritonKernel`, which say what their methods take."""
-
-    @property
-    def name(self) -> str:
-        """As the record of a run names it."""
-
-    @property
-    def number_types(self) -> Sequence[str]:
-        """The formats that it knows."""
-
-    def round_block(
-        self, T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, diag_B: Tensor, columns: Columns, first: int, codes_BR: Tensor, loss_R: Tensor
-    ) -> None:
-        """Round the columns of one block."""
-
-    def search(self, work_CR: Tensor, C_CC: Tensor, diag_C: Tensor, columns: Columns, multiples_P: Tensor) -> Tensor:
-        """Choose the scales of groups."""
 
 
 @functools.cache

@@ -154,18 +154,7 @@ class TritonKernel:
     def round_block(
         self, T_BR: Tensor, E_BR: Tensor, C_BB: Tensor, diag_B: Tensor, columns: Columns, first: int, codes_BR: Tensor, loss_R: Tensor
     ) -> None:
-        """Round the columns of one block.
-
-        Args:
-            T_BR: [B, R] float32, the weights and what the errors of earlier blocks add to them.
-            E_BR: [B, R] float32, the weights; becomes their errors.
-            C_BB: [B, B] float32, how the error of column j moves column k, at [k, j].
-            diag_B: [B] float32, what an error of each column costs.
-            columns: scales and zero points.
-            first: place of the first column among those of `columns`.
-            codes_BR: [B, R] int8 or float8_e4m3fn, filled.
-            loss_R: [R] float32, twice the loss of these columns is added.
-        """
+        """Round the columns of one block, a program to a tile of rows."""
         num_columns, rows = T_BR.shape
         group_B = columns.group_C[first : first + num_columns]
         gone_BR = None if columns.gone_CR is None else columns.gone_CR[first : first + num_columns].view(torch.uint8)
@@ -173,18 +162,7 @@ class TritonKernel:
         _launch(_round_rows, (), held, (num_columns, rows), columns)
 
     def search(self, work_CR: Tensor, C_CC: Tensor, diag_C: Tensor, columns: Columns, multiples_P: Tensor) -> Tensor:
-        """Choose for each row and group the multiple of its scale with the least loss.
-
-        Args:
-            work_CR: [C, R] float32, the weights, their columns in the order of rounding; not modified.
-            C_CC: [C, C] float32, as for `round_block`, of all columns.
-            diag_C: [C] float32, as for `round_block`.
-            columns: observed scales and zero points.
-            multiples_P: [P] float32, in the order in which they win where losses are equal.
-
-        Returns:
-            [G, R] float32, the chosen scales.
-        """
+        """Try the scales, a program to a group and a tile of rows."""
         scale_GR = columns.scale32_GR.clone()
         groups, rows = scale_GR.shape
         place_GS, count_G = _places(columns.group_C, groups)

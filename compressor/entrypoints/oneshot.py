@@ -10,7 +10,7 @@ import hashlib
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from compressor.errors import DatasetError, ModelError, RecipeError, UserInputEr
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
 from compressor.model.base import Content, check_unclaimed, contents
 from compressor.model.checkpoints.audit import check_values
-from compressor.model.checkpoints.save import MAX_SHARD_BYTES, save_checkpoint, saved_state
+from compressor.model.checkpoints.save import save_checkpoint, saved_state
 from compressor.model.class_readers import buffer_notes, check_readable, module_notes, reading_notes
 from compressor.model.disk_room import check_room
 from compressor.model.evaluation import check_dtypes_around
@@ -44,7 +44,7 @@ from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
 from compressor.model.folder import resolve_folder, weight_files
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, untie
 from compressor.model.loading.words import find_processor, find_tokenizer, is_tokenizer, origin_of, resolve_processor, resolve_tokenizer
-from compressor.model.saving import attach_save, save_compressed
+from compressor.model.saving import CompressedModel, attach_save
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.transforms.rotating import RotatingModifier
 from compressor.monitor import Lap, Monitor
@@ -67,57 +67,28 @@ __getattr__ = look_up  # llm-compressor has Oneshot here
 
 
 @dataclass(frozen=True)
-class OneshotResult:
-    """What a run gives back.
+class OneshotResult(CompressedModel):
+    """What a run gives back, beside the model.
 
     Attributes:
-        model: the compressed model; an in-memory model is changed in place and is the same object.
-        tokenizer: the tokenizer that came with the model, None for a plain module.
         report: per-module errors and fallbacks.
-        record: everything that made the result; what `compression.json` holds beside the digests of the tensors.
-        output_dir: the checkpoint, None when nothing was saved.
         seconds: wall time by phase (load, data, compress, save).
         resumed: where the run went on, such as "resumed after stage 3 of 6"; None where it began at the beginning.
-        source_dir: the folder whose tokenizer files `save` copies; None where the caller gave the model or a tokenizer.
         phases: time and memory by phase.
         stages: time, memory and error by stage of the calibration; without those that an earlier run finished.
     """
 
-    model: nn.Module
-    tokenizer: Any
     report: Report
-    record: dict[str, Any]
-    output_dir: Path | None
-    seconds: dict[str, float] = field(default_factory=dict)
-    resumed: str | None = None
-    source_dir: Path | None = None
-    phases: tuple[Lap, ...] = ()
-    stages: tuple[Lap, ...] = ()
+    seconds: dict[str, float]
+    resumed: str | None
+    phases: tuple[Lap, ...]
+    stages: tuple[Lap, ...]
 
     if not TYPE_CHECKING:  # which would take any name for an attribute then
 
         def __getattr__(self, name: str) -> Any:
             """Say where the model is, to whoever takes a result for one, as oneshot of llm-compressor gives it."""
             raise AttributeError(f"OneshotResult: there is no {name!r}; a run gives a result, whose model is `.model` (.model.{name}?)")
-
-    def save(self, output_dir: str | Path, max_shard_size: int | str = MAX_SHARD_BYTES) -> Path:
-        """Write the checkpoint, tokenizer included: what `output_dir=` would have written, byte for byte.
-
-        Args:
-            output_dir: folder to write; may hold other files, but no model.
-            max_shard_size: above this the weights are split over several files: bytes, or text such as "5GB".
-
-        Returns:
-            The absolute path of the folder.
-
-        Raises:
-            OutputError: the folder cannot be used.
-            SchemeError: transformers would not read the checkpoint back.
-            CheckpointError: the model is not fit to be written, or the disk is full or fails; nothing is left behind.
-        """
-        return save_compressed(
-            self.model, output_dir, self.record, tokenizer=self.tokenizer, source_dir=self.source_dir, max_shard_size=max_shard_size
-        )
 
 
 @from_settings(OneshotSettings, translated)
@@ -341,12 +312,12 @@ def _result(
     return OneshotResult(
         loaded.model,
         tokenizer or loaded.tokenizer,
-        report,
         record,
         folder,
+        source,
+        report,
         monitor.seconds,
         resumed,
-        source,
         tuple(monitor.phases),
         tuple(monitor.stages),
     )

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -50,6 +51,44 @@ _KEYWORDS: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
         "token": ((_ALL,), ""),
     }
 )
+
+
+@dataclass(frozen=True)
+class CompressedModel:
+    """A model that a run has compressed or trained, with all that it takes to save it.
+
+    Attributes:
+        model: the model; an in-memory model is changed in place and is the same object.
+        tokenizer: the tokenizer that came with the model, None for a plain module.
+        record: everything that made the result; what `compression.json` holds beside the digests of the tensors.
+        output_dir: the checkpoint, None when nothing was saved.
+        source_dir: the folder whose tokenizer files `save` copies; None where the caller gave the model or a tokenizer.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    record: dict[str, Any]
+    output_dir: Path | None
+    source_dir: Path | None
+
+    def save(self, output_dir: str | Path, max_shard_size: int | str = MAX_SHARD_BYTES) -> Path:
+        """Write the checkpoint, tokenizer included: what `output_dir=` would have written, byte for byte.
+
+        Args:
+            output_dir: folder to write; may hold other files, but no model.
+            max_shard_size: above this the weights are split over several files: bytes, or text such as "5GB".
+
+        Returns:
+            The absolute path of the folder.
+
+        Raises:
+            OutputError: the folder cannot be used.
+            SchemeError: transformers would not read the checkpoint back.
+            CheckpointError: the model is not fit to be written, or the disk is full or fails; nothing is left behind.
+        """
+        return save_compressed(
+            self.model, output_dir, self.record, tokenizer=self.tokenizer, source_dir=self.source_dir, max_shard_size=max_shard_size
+        )
 
 
 def save_compressed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,9 @@ from compressor.data.blocks import IGNORED
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.base import check_unclaimed, contents
-from compressor.model.checkpoints.save import MAX_SHARD_BYTES
 from compressor.model.disk_room import check_training_room
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
-from compressor.model.saving import attach_save, save_compressed
+from compressor.model.saving import CompressedModel, attach_save
 from compressor.monitor import Monitor
 from compressor.pipelines.journal.fingerprint import base_hashes, model_identity
 from compressor.progress import Progress, progress_of
@@ -54,53 +53,24 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class TrainResult:
-    """What a training gives back.
+class TrainResult(CompressedModel):
+    """What a training gives back, beside the model.
 
     Attributes:
-        model: the trained model; an in-memory model is changed in place and is the same object.
-        tokenizer: the tokenizer that came with the model, None for a plain module.
         report: what the modifiers did.
-        record: everything that made the result; what `compression.json` holds.
-        output_dir: the checkpoint, None when nothing was saved.
         losses: of all steps, those of earlier parts of the run included.
         evaluations: step and held-out losses.
         plans: of the captured steps, the number of operators and of bytes held.
         seconds: wall time by phase (load, data, train, finish).
         resumed: where the run went on; None where it began at the beginning.
-        source_dir: the folder whose tokenizer files `save` copies; None where the caller gave the model or a tokenizer.
     """
 
-    model: nn.Module
-    tokenizer: Any
     report: Report
-    record: dict[str, Any]
-    output_dir: Path | None
     losses: list[float]
     evaluations: list[dict[str, Any]]
-    plans: list[dict[str, int]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-    resumed: str | None = None
-    source_dir: Path | None = None
-
-    def save(self, output_dir: str | Path, max_shard_size: int | str = MAX_SHARD_BYTES) -> Path:
-        """Write the checkpoint, tokenizer included: what `output_dir=` would have written, byte for byte.
-
-        Args:
-            output_dir: folder to write; may hold other files, but no model.
-            max_shard_size: above this the weights are split over several files: bytes, or text such as "5GB".
-
-        Returns:
-            The absolute path of the folder.
-
-        Raises:
-            OutputError: the folder cannot be used.
-            SchemeError: transformers would not read the checkpoint back.
-            CheckpointError: the model is not fit to be written, or the disk is full or fails; nothing is left behind.
-        """
-        return save_compressed(
-            self.model, output_dir, self.record, tokenizer=self.tokenizer, source_dir=self.source_dir, max_shard_size=max_shard_size
-        )
+    plans: list[dict[str, int]]
+    seconds: dict[str, float]
+    resumed: str | None
 
 
 class TrainingRun:
@@ -230,15 +200,15 @@ class TrainingRun:
         return TrainResult(
             self.loaded.model,
             self.tokenizer,
-            state.report,
             record,
             folder,
+            self.loaded.source_dir if self.own_tokenizer is None else None,
+            state.report,
             loop.losses,
             loop.evaluations,
             plans,
             self.monitor.seconds,
             states.resumed,
-            self.loaded.source_dir if self.own_tokenizer is None else None,
         )
 
     def _check_room(self) -> None:

@@ -237,18 +237,7 @@ def check_schemes(
     kv_cache_scheme: QuantizationArgs | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse schemes that could be written but that transformers with compressed-tensors 0.20 would not read back.
-
-    Args:
-        schemes: dotted name of every module that is to be quantized, to its scheme.
-        model: the model, compressed or not yet; None judges the schemes alone, for a model in bfloat16.
-        kv_cache_scheme: format of keys and values, None where they are not to be quantized.
-        dtype: that the model will be saved in, where its weights have another one for now.
-
-    Raises:
-        SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme, fp4 or MX formats in a model that
-            does not compute in bfloat16 and that cannot be unpacked at once, or layers that it has no quantized form for.
-    """
+    """Refuse schemes that transformers would not read back; arguments and errors are those of `check_readable`, which asks here."""
     dtype = dtype or (torch.bfloat16 if model is None else _float_dtype(model, schemes))
     embeddings = [] if model is None else _of_kind(model, schemes, nn.Embedding | QuantizedEmbedding)
     at_once = _needs_dequantize(schemes, dtype, embeddings)
