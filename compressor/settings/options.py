@@ -25,7 +25,7 @@ class Option:
     Attributes:
         flag: its name; by default that of the field. One that begins with `--no-` or means the contrary `negates`.
         metavar: of its value in the help.
-        read: from the text to the value.
+        read: from the text to the value; by default a text stays one, and a path becomes a Path.
         choices: of the value, where its type does not say them.
         positional: it is told by its place; `nargs` says how many there are.
         nargs: as argparse takes it, of one that is told by its place.
@@ -151,7 +151,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> No
 
 
 def _add_positional(parser: argparse.ArgumentParser, name: str, field: FieldInfo, option: Option) -> None:
-    how: dict[str, Any] = {"metavar": option.metavar, "nargs": option.nargs, "type": option.read, "choices": option.choices}
+    how: dict[str, Any] = {"metavar": option.metavar, "nargs": option.nargs, "type": _read(field, option), "choices": option.choices}
     parser.add_argument(name, help=_help(field, option), **{key: value for key, value in how.items() if value is not None})
 
 
@@ -173,8 +173,8 @@ def _how(field: FieldInfo, option: Option) -> dict[str, Any]:
     if option.negates or field.default is False:
         return {"action": "store_true"}
     common: dict[str, Any] = {"default": None, "required": _is_required(field, option)}
-    if option.read is not None:
-        common["type"] = option.read
+    if (read := _read(field, option)) is not None:
+        common["type"] = read
     if option.metavar is not None:
         common["metavar"] = option.metavar
     if (choices := option.choices or _literals(field.annotation)) is not None:
@@ -188,13 +188,19 @@ def _how(field: FieldInfo, option: Option) -> dict[str, Any]:
     return common
 
 
+def _types(annotation: Any) -> list[Any]:
+    """A type and, of a union, its members."""
+    parts = (annotation, *get_args(annotation))
+    return [get_args(part)[0] if get_origin(part) is Annotated else part for part in parts]
+
+
+def _read(field: FieldInfo, option: Option) -> Callable[[str], Any] | None:
+    types = _types(field.annotation)
+    return option.read or (Path if Path in types and str not in types else None)
+
+
 def _literals(annotation: Any) -> tuple[str, ...] | None:
-    for part in (annotation, *get_args(annotation)):
-        if get_origin(part) is Annotated:
-            part = get_args(part)[0]
-        if get_origin(part) is Literal:
-            return get_args(part)
-    return None
+    return next((get_args(part) for part in _types(annotation) if get_origin(part) is Literal), None)
 
 
 _SPELLED = (bool, int, float, str, Path)

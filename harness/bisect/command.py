@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from compressor.console import positive
@@ -43,7 +42,7 @@ class BisectSettings(Settings):
     """Tokens of a sequence at most."""
     device: Annotated[Text, Option()] = "auto"
     """Where the models run: auto, cpu, cuda."""
-    test: Annotated[FilePath | None, Option(metavar="OUT.py", read=Path)] = None
+    test: Annotated[FilePath | None, Option(metavar="OUT.py")] = None
     """Write the pytest file here instead of printing it; must not exist."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print JSON instead of text."""

@@ -26,9 +26,9 @@ _MAX_TIER = 50
 class GoldenSettings(Settings):
     """Where goldens lie, and how what was found is printed."""
 
-    golden_dir: Annotated[FilePath | None, Option(metavar="DIR", read=Path)] = None
+    golden_dir: Annotated[FilePath | None, Option(metavar="DIR")] = None
     """Folder of the goldens (default: the last run's, else golden)."""
-    cache_dir: Annotated[FilePath, Option(metavar="DIR", read=Path)] = Path(".harness_cache")
+    cache_dir: Annotated[FilePath, Option(metavar="DIR")] = Path(".harness_cache")
     """Folder of what the last runs left."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print the result as JSON."""
@@ -44,7 +44,7 @@ class FailedSettings(GoldenSettings):
 class DiffSettings(FailedSettings):
     """How differences are shown."""
 
-    html: Annotated[FilePath | None, Option(metavar="FILE", read=Path)] = None
+    html: Annotated[FilePath | None, Option(metavar="FILE")] = None
     """Write a page with a heat map of each difference."""
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class HistorySettings(Settings):
     """Where the history lies."""
 
-    history: Annotated[FilePath, Option(metavar="F", read=Path)] = Path("nightly.sqlite")
+    history: Annotated[FilePath, Option(metavar="F")] = Path("nightly.sqlite")
     """File of the history."""
 
 
@@ -41,7 +41,7 @@ class ShownSettings(HistorySettings):
 class NightSettings(Settings):
     """Which night runs."""
 
-    config: Annotated[FilePath, Option(positional=True, metavar="CONFIG.yaml", read=Path)]
+    config: Annotated[FilePath, Option(positional=True, metavar="CONFIG.yaml")]
     """The matrix: models, recipes, devices, checks, commands, limits."""
     night: Annotated[Text | None, Option(metavar="DATE")] = None
     """Label that sorts by time (default: today in UTC); one that was begun goes on."""
@@ -100,21 +100,21 @@ class AcceptSettings(HistorySettings):
 class ExportSettings(HistorySettings):
     """Where the history goes."""
 
-    file: Annotated[FilePath, Option(positional=True, metavar="FILE", read=Path)]
+    file: Annotated[FilePath, Option(positional=True, metavar="FILE")]
     """A .csv or .parquet with a row a reading, or a .zip with acceptances and cells, too; replaced where export wrote it."""
 
 
 class ImportSettings(HistorySettings):
     """Where it comes from."""
 
-    file: Annotated[FilePath, Option(positional=True, metavar="FILE", read=Path)]
+    file: Annotated[FilePath, Option(positional=True, metavar="FILE")]
     """Written by export; what is known already is passed over."""
 
 
 class ReportSettings(HistorySettings):
     """Where the pages go."""
 
-    output_dir: Annotated[FilePath, Option(metavar="DIR", read=Path)]
+    output_dir: Annotated[FilePath, Option(metavar="DIR")]
     """Folder for index.html, metrics, junit.xml, summary.md and night.json; must not exist, or be empty."""
 
 
@@ -125,7 +125,7 @@ class SimulateSettings(Settings):
     """Histories of each kind of noise."""
     seed: Annotated[Whole, Option(read=count)] = 0
     """Of the noise."""
-    recorded: Annotated[FilePath | None, Option(metavar="F", read=Path)] = None
+    recorded: Annotated[FilePath | None, Option(metavar="F")] = None
     """A history whose nights are a further kind of noise; they should be of one commit."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print data instead of text."""

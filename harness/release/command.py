@@ -27,11 +27,11 @@ class CheckSettings(Settings):
     """Folder of the model that was compressed, or its name on the hub."""
     compressed: Annotated[PathLike, Option(positional=True, metavar="COMPRESSED")]
     """Folder of the compressed checkpoint."""
-    policy: Annotated[FilePath, Option(metavar="P.yaml", read=Path)] = Path("default")
+    policy: Annotated[FilePath, Option(metavar="P.yaml")] = Path("default")
     """What is required, limits, waivers, environments, commands; the word default for the built-in policy."""
     dataset: Annotated[Text | None, Option(metavar="D")] = None
     """Held-out data, as for validate (default: that of the policy)."""
-    output_dir: Annotated[FilePath | None, Option(metavar="O", read=Path)] = None
+    output_dir: Annotated[FilePath | None, Option(metavar="O")] = None
     """Folder for release.html, release.json, statement.json, junit.xml; new or empty (default: ./<COMPRESSED>-release)."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print the report as JSON instead of the table."""
@@ -48,9 +48,9 @@ class CheckSettings(Settings):
 class VerifySettings(Settings):
     """What is held against what."""
 
-    statement: Annotated[FilePath, Option(positional=True, metavar="STATEMENT.json", read=Path)]
+    statement: Annotated[FilePath, Option(positional=True, metavar="STATEMENT.json")]
     """Of the sign-off."""
-    folder: Annotated[FilePath, Option(positional=True, metavar="FOLDER", read=Path)]
+    folder: Annotated[FilePath, Option(positional=True, metavar="FOLDER")]
     """The checkpoint, wherever it lies now."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print the records as JSON instead of the table."""

@@ -15,11 +15,11 @@ from harness.verbs import Command
 class ReportSettings(Settings):
     """The choices of one report."""
 
-    folder: Annotated[FilePath, Option(positional=True, metavar="FOLDER", read=Path)]
+    folder: Annotated[FilePath, Option(positional=True, metavar="FOLDER")]
     """Checkpoint that the compressor has written, with its compression.json."""
-    times: Annotated[FilePath | None, Option(metavar="RUN.json", read=Path)] = None
+    times: Annotated[FilePath | None, Option(metavar="RUN.json")] = None
     """What `compressor oneshot --json` printed in that run: time and memory by phase and stage."""
-    output_dir: Annotated[FilePath | None, Option(metavar="O", read=Path)] = None
+    output_dir: Annotated[FilePath | None, Option(metavar="O")] = None
     """Folder for report.html and report.json, new or empty (default: ./<FOLDER>-report)."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print the report as JSON on standard output as well."""

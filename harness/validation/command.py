@@ -41,13 +41,13 @@ class ValidateSettings(Settings):
     like."""
     split: Annotated[Text | None, Option(metavar="S")] = None
     """Split of a dataset that has several, or a part of one: test, test[:100]."""
-    policy: Annotated[FilePath | None, Option(metavar="P.yaml", read=Path)] = None
+    policy: Annotated[FilePath | None, Option(metavar="P.yaml")] = None
     """Limits; what the file does not name keeps its default."""
     trained: Annotated[Flag, Option()] = False
     """It was trained too (QAT, pruning): values may differ from the base's, behaviour decides."""
     serve: Annotated[Text, Option(choices=("vllm", "sglang", "none"))] = "vllm"
     """The server whose loader the files are held against: vllm, sglang, none."""
-    output_dir: Annotated[FilePath | None, Option(metavar="O", read=Path)] = None
+    output_dir: Annotated[FilePath | None, Option(metavar="O")] = None
     """Report folder, new or empty (default: ./<COMPRESSED>-validation)."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print the report as JSON on standard output instead of the table."""

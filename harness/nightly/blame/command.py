@@ -26,11 +26,11 @@ class BlameSettings(Settings):
 
     metric: Annotated[Text, Option(positional=True, metavar="METRIC")]
     """Name of a metric, or of a cell of the matrix that no longer passes."""
-    config: Annotated[FilePath | None, Option(metavar="CONFIG.yaml", read=Path)] = None
+    config: Annotated[FilePath | None, Option(metavar="CONFIG.yaml")] = None
     """The matrix whose cell measures it; run as it is now, with the code, recipes and models of each commit."""
     command: Annotated[Text | None, Option(metavar="C")] = None
     """Instead of a matrix: a command that writes METRIC into {history}, such as 'pytest -q t.py --harness-history {history}'."""
-    history: Annotated[FilePath | None, Option(metavar="F", read=Path)] = None
+    history: Annotated[FilePath | None, Option(metavar="F")] = None
     """Which nights tell where to search (default: that of the matrix, else nightly.sqlite)."""
     good: Annotated[Text | None, Option(metavar="REV")] = None
     """A commit that is as it should be (default: of the nights before the change)."""
@@ -38,7 +38,7 @@ class BlameSettings(Settings):
     """A commit that is worse (default: of the nights from the change on)."""
     rounds: Annotated[Whole, Option(metavar="N", read=positive)] = 8
     """Runs of a commit at most, each beside one of the good commit, until it is told apart; four are the least for the bad one."""
-    output_dir: Annotated[FilePath | None, Option(metavar="DIR", read=Path)] = None
+    output_dir: Annotated[FilePath | None, Option(metavar="DIR")] = None
     """For readings, logs and checkpoints (default: blame, beside the history); a search that was interrupted goes on from it."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print data instead of text."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 from compressor.atomic import check_output_file
@@ -20,7 +19,7 @@ class ExportSettings(Settings):
 
     model: Annotated[Text, Option(positional=True, metavar="MODEL")]
     """Folder of a transformers checkpoint."""
-    output: Annotated[FilePath, Option(positional=True, metavar="OUT.onnx", read=Path)]
+    output: Annotated[FilePath, Option(positional=True, metavar="OUT.onnx")]
     """Where the graph goes; data above 2 GB goes into a file beside it."""
     model_class: Annotated[Text | None, Option(metavar="CLASS")] = None
     """Class of transformers; by default AutoModelForCausalLM."""

@@ -22,7 +22,7 @@ class CostSettings(Settings):
     """Class of transformers, for a folder; by default AutoModelForCausalLM."""
     bits: Annotated[Whole, Option(metavar="N", choices=(2, 3, 4, 5, 6, 7, 8), read=int)] = 8
     """Bits of the codes, 2 to 8."""
-    figure: Annotated[FilePath | None, Option(metavar="FILE", read=Path)] = None
+    figure: Annotated[FilePath | None, Option(metavar="FILE")] = None
     """Draw the cost of every projection there, as .svg or .png."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print every projection as JSON."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from compressor.json_text import to_json
@@ -22,7 +21,7 @@ class PassesSettings(ContractSettings):
 
     backend: Annotated[Texts | None, Option(choices=BACKENDS, repeats=True)] = None
     """May be given several times; by default all that are installed."""
-    golden: Annotated[FilePath | None, Option(metavar="FILE", read=Path)] = None
+    golden: Annotated[FilePath | None, Option(metavar="FILE")] = None
     """The record; by default golden/onnx_passes.json."""
     skip: Annotated[Text, Option(metavar="PASSES", action=NamesAction)] = DEFAULT_SKIPS
     """The skips that are relied on, with commas between; may be given several times."""

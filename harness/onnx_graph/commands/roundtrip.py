@@ -45,7 +45,7 @@ class RoundTripSettings(ContractSettings):
     """Of the export; by default 18."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print the rows as JSON."""
-    output_dir: Annotated[FilePath | None, Option(metavar="DIR", read=Path)] = None
+    output_dir: Annotated[FilePath | None, Option(metavar="DIR")] = None
     """Write report.html (with pictures), report.json, junit.xml."""
 
 

@@ -31,7 +31,7 @@ class RunSettings(Settings):
 
     skip: Annotated[Text, Option(metavar="PASSES", action=NamesAction)]
     """Passes to leave out, with commas between: fuse_qkv,fuse_attention; may be given several times."""
-    as_json: Annotated[FilePath | None, Option("--json", metavar="FILE", read=Path)] = None
+    as_json: Annotated[FilePath | None, Option("--json", metavar="FILE")] = None
     """Write the recorded calls there, a .json file."""
     command: Annotated[Texts, Option(positional=True, nargs=argparse.REMAINDER, metavar="-- COMMAND")] = ()
     """The command and its arguments, after two dashes."""
