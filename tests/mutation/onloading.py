@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harness.mutants.family import Family, Killer
 from harness.mutants.patches import Edit, Mutant
-from tests.compressor.pipelines.simulated_device import Simulated
+from tests.compressor.pipelines.offload.simulated_device import Simulated
 
 STRETCHES = ("a", "ab", "b")
 _BYTES = 4 * (16 + 4)  # of each, and of what lies in none

@@ -34,7 +34,7 @@ Written by `python -m tests.reference_model.readme golden/reference` from the re
 
 
 _OLDER_WEIGHTS = """The script makes its steps with `compressor.training` (captured once, proved, replayed). These weights are older:
-a plain loop of torch made them, which stands in `tests/harness/goldens/test_reference_training.py`. 50 steps of the script, eager and
+a plain loop of torch made them, which stands in `tests/reference_model/test_reference_training.py`. 50 steps of the script, eager and
 replayed, end with the bits of 50 steps of that loop: losses and all weights, at full size (seen once, with the rates of all 6,000 steps)
 and at a small one (in the test)."""
 

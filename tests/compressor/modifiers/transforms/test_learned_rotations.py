@@ -19,7 +19,7 @@ from compressor.model.evaluation import evaluation_mode
 from compressor.modifiers.transforms.learned_rotations import LearnedRotation, LearnedTurns
 from compressor.modifiers.tuning.budget import frozen
 from compressor.numerics import QuantizationArgs, QuantizationScheme
-from tests.compressor.modifiers.test_spinquant import GROUPS, IDS, difference, llama, logits, moe, opt, roughened
+from tests.compressor.modifiers.transforms.test_spinquant import GROUPS, IDS, difference, llama, logits, moe, opt, roughened
 
 CPU = torch.device("cpu")
 INT2 = {"g": {"targets": ["Linear"], "weights": {"num_bits": 3, "strategy": "group", "group_size": 16}}}

@@ -33,7 +33,7 @@ from compressor.recipe import load_recipe
 from harness.traceability.architectures import zoo
 from tests import tiny
 from tests.compressor.mappings.test_residual_basis import roughened
-from tests.compressor.modifiers.test_spinquant import GROUPS, IDS, MODELS, difference, llama, logits, moe
+from tests.compressor.modifiers.transforms.test_spinquant import GROUPS, IDS, MODELS, difference, llama, logits, moe
 
 R4 = SpinQuantModifier(rotations=["R4"])
 QUIP = QuIPModifier(rotations=["v", "u"], transform_type="hadamard")

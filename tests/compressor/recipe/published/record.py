@@ -1,6 +1,6 @@
 """Have llm-compressor resolve the recipes of recipes.yaml on tiny models, and record which module gets what in resolutions.json.
 
-Run `python -m tests.compressor.published.record --peer-python PYTHON`, with the interpreter of an environment that has llmcompressor.
+Run `python -m tests.compressor.recipe.published.record --peer-python PYTHON`, whose environment has llmcompressor.
 """
 
 from __future__ import annotations
@@ -190,14 +190,14 @@ def record() -> None:
             one = {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         resolved.append({"recipe": entry["of"][0], **one})
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    head = json.dumps({"made_by": "tests/compressor/published/record.py", **versions})
+    head = json.dumps({"made_by": "tests/compressor/recipe/published/record.py", **versions})
     lines = ",\n ".join(json.dumps(one) for one in resolved)
     RESOLUTIONS.write_text(f'{{"made": {head},\n"resolved": [\n {lines}\n]}}\n', encoding="utf-8")
 
 
 def main() -> int:
     """Read the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.compressor.published.record", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.compressor.recipe.published.record", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peer-python", type=Path, help="interpreter of an environment with llmcompressor; by default this one")
     args = parser.parse_args()
     if args.peer_python is not None:

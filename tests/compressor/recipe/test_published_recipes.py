@@ -1,6 +1,6 @@
 """Published recipes of llm-compressor give every module what llm-compressor gives it, on a small model of their architecture.
 
-What llm-compressor gives was recorded from it, by `tests/compressor/published/record.py`. Where it is something else here, it stands here.
+What llm-compressor gives was recorded from it, by `published/record.py`. Where it is something else here, it stands here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compressor.modifiers.schemes.targets import SchemeTargets
 from compressor.nn import QuantizedLinear
 from compressor.nn.experts import usual_name
 from harness.traceability.architectures import draw_weights
-from tests.compressor.published.record import RESOLUTIONS, args_text, build, collapsed, published, recipe_of, scheme_text, starred
+from tests.compressor.recipe.published.record import RESOLUTIONS, args_text, build, collapsed, published, recipe_of, scheme_text, starred
 
 RECORDED: dict[str, Any] = {one["recipe"]: one for one in json.loads(RESOLUTIONS.read_text(encoding="utf-8"))["resolved"]}
 ENTRIES: dict[str, Any] = {entry["of"][0]: entry for entry in published()["recipes"]}

@@ -24,7 +24,7 @@ from compressor.pipelines.forward_checks import weights_held_to
 from compressor.pipelines.offload import onload
 from compressor.pipelines.offload.onload import OnloadedWeights
 from tests import tiny
-from tests.compressor.pipelines.simulated_device import Simulated
+from tests.compressor.pipelines.offload.simulated_device import Simulated
 
 LAYERS = 3
 GPTQ = {"quant_modifiers": {"GPTQModifier": {"scheme": "W4A16", "ignore": ["lm_head"]}}}

@@ -204,4 +204,4 @@ def test_cases_are_the_same_from_the_same_seed_and_fit_the_reference(tmp_path, r
 
 @pytest.fixture
 def reference_config() -> Path:
-    return Path(__file__).parents[3] / "golden" / "reference"
+    return Path(__file__).parents[2] / "golden" / "reference"
