@@ -250,8 +250,10 @@ def check_schemes(
         "modules by one such scheme without inputs": [] if at_once else [n for n, s in schemes.items() if _unpacks_to_bfloat16(s, dtype)],
         "transformers reads packed embeddings only where all modules have one scheme without inputs; give all one scheme, or ignore "
         "these": [] if at_once else [name for name in embeddings if hides_weight(schemes[name])],
-        "transformers has no quantized form of Conv1D; ignore these, or keep the model in memory (no output_dir), from where "
-        "save_checkpoint writes it for load_compressed": _conv1ds(model, schemes),
+        "transformers has no quantized form of Conv1D; ignore these, or compress the model in memory (oneshot in Python, without "
+        "output_dir), from where save_checkpoint of compressor.model.checkpoints.save writes it for load_compressed": _conv1ds(
+            model, schemes
+        ),
         "transformers unpacks these weights while it loads, and then leaves keys and values as they are; leave kv_cache_scheme out, or use "
         "another scheme": list(schemes) if at_once and kv_cache_scheme is not None else [],
     }
