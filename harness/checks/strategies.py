@@ -218,10 +218,18 @@ def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: in
             yield f"spread groups {list(shape)} {dtype}", hurtful("spread groups", shape, dtype, group=group, seed=number)
 
 
-def _decisive(shape: tuple[int, int], unit: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """The ends of each unit lie in a column of its own, in another one from row to row; of units of several rows, in the last place.
+def decisive(shape: tuple[int, int], unit: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Build a weight in which every column of a unit decides its scale in some row: the ends of a unit lie in another one from row to row.
 
     Random values leave most columns of a wide row without a say in its scale: whoever overlooks such a column is right all the same.
+
+    Args:
+        shape: (R, C).
+        unit: rows and columns that share a scale; of several rows, the last place decides.
+        generator: of the other values.
+
+    Returns:
+        float64 [R, C].
     """
     weight = _bell(shape, generator)
     rows, columns = torch.arange(shape[0])[:, None], torch.arange(shape[1])
@@ -253,7 +261,7 @@ def grid_weights(dtype: torch.dtype, column_multiple: int, unit: tuple[int, int]
         yield f"spread units {list(shape)} {dtype}", (weight * down).to(dtype)
     wide = -(-MOST_COLUMNS // column_multiple) * column_multiple
     shape = (min(unit[1], wide) if unit[0] == 1 else MOST_ROWS, wide)
-    yield f"a column that decides {list(shape)} {dtype}", _decisive(shape, unit, torch.Generator().manual_seed(0)).to(dtype)
+    yield f"a column that decides {list(shape)} {dtype}", decisive(shape, unit, torch.Generator().manual_seed(0)).to(dtype)
 
 
 # Hypothesis strategies for weights that hurt: outliers, zeros, subnormals, constants, one-wide, primes, ties, NaN, in every dtype.

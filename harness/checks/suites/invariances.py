@@ -26,6 +26,7 @@ from harness.checks.inputs.solver_problems import (
 )
 from harness.checks.oracles import nearest
 from harness.checks.protocols import Quantized, Solved, Solver
+from harness.checks.strategies import decisive
 
 
 @register(
@@ -125,26 +126,32 @@ def homogeneous(subject: Solver, context: CheckContext) -> str:
     needs=("fixed_scales",),
 )
 def scales_fit(subject: Solver, context: CheckContext) -> str:
-    """Solve for groups of very different magnitudes, more rows and more columns than a solver takes at once."""
+    """Solve for groups of very different magnitudes, more rows and columns than a solver takes at once, and columns that decide a scale."""
     size = subject.group_size or 1
     square = 3 * size if subject.group_size else 40  # groups that run down the columns fit, too
     for rows, columns in ((12, 4 * size if subject.group_size else 40), (square, square), (150, -(-300 // size) * size)):
         one = problem("groups of very different magnitudes", rows, columns, 2 * columns, seed=7)
         weight = one.weight * 6.0 ** (torch.arange(columns) // size % 4 if subject.group_size else torch.arange(rows)[:, None] % 4)
-        solved = solve(subject, weight, one.hessian)
-        scale, zero = per_value(solved)
-        grid, values = subject.code_values, weight.to(torch.float64) / scale
-        last, widest = float(grid[-1] - grid[-2]), float(grid[-1] - grid[0])
-        over = torch.maximum(values + zero - grid[-1], grid[0] - values - zero)
-        refuse(over > last * 1.001, f"{rows} x {columns}: a weight is cut off by more than a step of its scale", steps=over)
-        group_C = group_of(solved, columns)
-        for group in group_C.unique().tolist():
-            used = values[:, group_C == group].abs().amax()
-            if float(used) < widest / 6:
-                raise CheckFailed(
-                    f"{rows} x {columns}: of the codes of group {group} only those up to {float(used):.3g} of {widest:g} are used"
-                )
-    return "groups of 4 magnitudes"
+        _hold_fit(subject, weight, one.hessian, f"{rows} x {columns}")
+    unit = subject.group_size or columns
+    weight = decisive((unit, columns), (1, unit), torch.Generator().manual_seed(0))
+    weight[-1, -1] = 2.0  # the one that decides where a whole weight has one scale
+    _hold_fit(subject, weight.to(torch.float32), one.hessian, f"a column that decides, {unit} x {columns}")
+    return "groups of 4 magnitudes, and each column"
+
+
+def _hold_fit(subject: Solver, weight: Tensor, hessian: Tensor, what: str) -> None:
+    solved = solve(subject, weight, hessian)
+    scale, zero = per_value(solved)
+    grid, values = subject.code_values, weight.to(torch.float64) / scale
+    last, widest = float(grid[-1] - grid[-2]), float(grid[-1] - grid[0])
+    over = torch.maximum(values + zero - grid[-1], grid[0] - values - zero)
+    refuse(over > last * 1.001, f"{what}: a weight is cut off by more than a step of its scale", steps=over)
+    group_C = group_of(solved, weight.shape[1])
+    for group in group_C.unique().tolist():
+        used = values[:, group_C == group].abs().amax()
+        if float(used) < widest / 6:
+            raise CheckFailed(f"{what}: of the codes of group {group} only those up to {float(used):.3g} of {widest:g} are used")
 
 
 @register(30, "batched", "Batched modules == one by one, bitwise", kind="solver")
