@@ -18,6 +18,7 @@ from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import NumericsError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.interface import AcrossRanks
+from compressor.model.folder import some
 from compressor.modifiers.scale_tuning import ScaleTuningModifier
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.hessians import HessianHooks, SharedInput, Target, join_hessians
@@ -166,6 +167,13 @@ class GPTQModifier(SchemeModifier):
         super().on_calibration_end(state, event)
         state.report.notes += self._statistics.notes(self.label, state.ranks)
         self._statistics = HessianHooks()
+        asked = [] if self.target == "propagated" else [one for one in ("target", "alpha") if one in self.model_fields_set]
+        moved = [name for name in self._schemes if name in state.settled_to_base]
+        if asked and moved:
+            state.report.notes.append(
+                f"{self.label}: {' and '.join(asked)} did not count for {some(moved)}: another modifier has moved their weights to what "
+                "the base gives, and a second time they would be moved too far"
+            )
 
     def on_finalize(self, state: State) -> bool:
         """Say of how many modules some input columns were always zero."""

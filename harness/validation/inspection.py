@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -107,6 +107,8 @@ def _inspect(subject: Subject, name: str, scheme: WeightScheme, loaded: torch.nn
     groups = None if scheme.strategy == "tensor" else scheme.num_groups(base.shape[1]) if has_blocks else 1
     found.closeness = compare_weights(base, decoded.weight, groups)
     found.rows = row_noise(base, decoded, scheme)
+    if name in subject.pruned and not scheme.is_packed:  # zeroed bits are zeros, which weights.sparsity counts
+        found.rows = replace(found.rows, noise_of_zeros=0.0)
     found.is_unchanged = found.closeness.sqnr_db == math.inf and bool(base.any())
     wrong = _decoys(decoded.weight, subject.base.tensor(f"{neighbour}.weight") if neighbour else None)
     found.decoys = {kind: compare_weights(base, weight, groups) for kind, weight in wrong.items()}

@@ -15,8 +15,9 @@ from harness.validation.format.record import RECORD_FILE, read_record
 from harness.validation.subject import Subject
 
 SPARSITY = Claim("weights.sparsity", "The zeros that the compressor's record promises are in the file, in their pattern")
-_PATTERN = re.compile(r"^(\d+):(\d+)\b")
-_WHOLE = re.compile(r"^(channel|filter|block_(\d+),(\d+)), ([\d.]+)% zeros")
+_PATTERN = re.compile(r"^(\d+):(\d+), ")
+_WHOLE = re.compile(r"^(channel|filter|block_(\d+),(\d+)), (\d+(?:\.\d+)?)% zeros")
+_ANYWHERE = re.compile(r"^(unstructured, .*)?$")
 _ROUNDING = 1e-6  # of a share that was written as a decimal number
 
 
@@ -46,15 +47,15 @@ def check_sparsity(subject: Subject) -> CheckRecord:
     return SPARSITY.record(Outcome.PASS, summary, evidence=evidence)
 
 
-def _promises(record: Mapping[str, Any]) -> Iterator[tuple[str, tuple[float, list[str]]]]:
+def _promises(record: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, list[str]]]]:
     modules = record.get("modules")
     for name, entry in (modules if isinstance(modules, Mapping) else {}).items():
         details = entry.get("details") if isinstance(entry, Mapping) else None
         if not isinstance(details, Mapping):
             continue
-        share = details.get("sparsity")
-        if isinstance(share, int | float) and share > 0:
-            yield name, (float(share), str(details.get("pruned", "")).split("; "))
+        share, pruned = details.get("sparsity", 0), details.get("pruned", "")
+        if share != 0 or pruned:
+            yield name, (share, str(pruned).split("; "))
 
 
 def _weight(subject: Subject, name: str) -> torch.Tensor | None:
@@ -74,16 +75,25 @@ def _weight(subject: Subject, name: str) -> torch.Tensor | None:
         return None
 
 
-def _faults(weight: torch.Tensor, share: float, structures: list[str]) -> Iterator[str]:
-    found = float((weight == 0).double().mean())
-    if found < share - _ROUNDING:
-        yield f"{found:.2%} of its weights are zero, and {share:.2%} were promised"
+def _faults(weight: torch.Tensor, share: Any, structures: list[str]) -> Iterator[str]:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        yield f"{RECORD_FILE} says sparsity={share!r}, which is no share"
+        return
+    found, wanted = int((weight == 0).sum()), round(share * weight.numel())
+    if found != wanted:  # the record counts what was written: more zeros are damage, too
+        yield f"{found:,} of its weights are zero, and {RECORD_FILE} counts {wanted:,} ({share:.2%})"
     for structure in structures:
-        pattern, whole = _PATTERN.match(structure), _WHOLE.match(structure)
-        if pattern is not None:
-            yield from _broken_runs(weight, int(pattern[1]), int(pattern[2]))
-        elif whole is not None:
-            yield from _missing_blocks(weight, whole)
+        yield from _faults_of(weight, structure)
+
+
+def _faults_of(weight: torch.Tensor, structure: str) -> Iterator[str]:
+    pattern, whole = _PATTERN.match(structure), _WHOLE.match(structure)
+    if pattern is not None and 0 < int(pattern[1]) < int(pattern[2]) <= weight.shape[-1]:
+        yield from _broken_runs(weight, int(pattern[1]), int(pattern[2]))
+    elif whole is not None and (size := _block_size(weight, whole)):
+        yield from _missing_blocks(weight, whole, size)
+    elif _ANYWHERE.match(structure) is None:
+        yield f"{RECORD_FILE} says pruned={structure!r}, which is nothing that a weight {list(weight.shape)} can be"
 
 
 def _broken_runs(weight: torch.Tensor, kept: int, block: int) -> Iterator[str]:
@@ -95,11 +105,17 @@ def _broken_runs(weight: torch.Tensor, kept: int, block: int) -> Iterator[str]:
         yield f"{full} blocks of {block} keep more than {kept} weights, so the pattern {kept}:{block} is broken"
 
 
-def _missing_blocks(weight: torch.Tensor, structure: re.Match[str]) -> Iterator[str]:
+def _block_size(weight: torch.Tensor, structure: re.Match[str]) -> tuple[int, int] | None:
+    """Rows and columns of what goes as a whole; None where the weight has not as many."""
+    rows, columns = weight.shape[:2]
+    size = {"channel": (1, columns), "filter": (rows, 1)}.get(structure[1]) or (int(structure[2]), int(structure[3]))
+    return size if 0 < size[0] <= rows and 0 < size[1] <= columns else None
+
+
+def _missing_blocks(weight: torch.Tensor, structure: re.Match[str], size: tuple[int, int]) -> Iterator[str]:
     """Count the rows, columns or blocks of nothing but zeros; others may hold zeros, too, as rounding makes them."""
     zero = (weight == 0).flatten(2).all(-1) if weight.dim() > 2 else weight == 0
-    high, wide = {"channel": (1, zero.shape[1]), "filter": (zero.shape[0], 1)}.get(structure[1]) or (int(structure[2]), int(structure[3]))
-    empty = zero.unfold(0, high, high).unfold(1, wide, wide).all(-1).all(-1)
+    empty = zero.unfold(0, size[0], size[0]).unfold(1, size[1], size[1]).all(-1).all(-1)
     found, wanted = int(empty.sum()), int(float(structure[4]) / 100 * empty.numel() + _ROUNDING)
     if found < wanted:
         yield f"{found} of {empty.numel()} are zero as a whole ({structure[1]}), and {wanted} were promised"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compressor import MagnitudePruningModifier, oneshot
+from compressor import MagnitudePruningModifier, load_compressed, oneshot
 from compressor.algorithms.pruning.magnitude import Blocks, pruned_weights
 from harness.cli import main
 from harness.validation.compare import validate
@@ -156,13 +156,14 @@ def one_too_many(weight):
     [
         (
             lambda weight: weight.view(-1).index_fill_(0, (weight.view(-1) == 0).nonzero()[0], 1),
-            "49.98% of its weights",
+            "of its weights are zero, and compression.json counts",
         ),
         (one_too_many, "1 blocks of 4 keep more than 2 weights"),
+        (lambda weight: weight[5].zero_(), "of its weights are zero, and compression.json counts"),
     ],
-    ids=["a zero that grew", "the share kept, the pattern broken"],
+    ids=["a zero that grew", "the share kept, the pattern broken", "a row of zeros"],
 )
-def test_a_zero_that_is_missing_is_named(workspace, pruned, change, fault):
+def test_zeros_that_nobody_wrote_are_named(workspace, pruned, change, fault):
     plant(pruned, change)
     record = sparsity_of(workspace, pruned)
     assert record.outcome == "fail" and all("model.layers.1.mlp.up_proj" in text for text in record.findings)
@@ -204,7 +205,26 @@ def test_zeros_of_codes_are_zeros_of_the_weight(workspace, compressed):
     checkpoint = compressed("W4A16")
     modules = {"model.layers.0.mlp.down_proj": {"scheme": "int4 group 16", "details": {"sparsity": 0.9}}}
     (checkpoint.folder / "compression.json").write_text(json.dumps({"modules": modules}))
-    assert "90.00% were promised" in sparsity_of(workspace, checkpoint.folder).findings[0]
-    modules["model.layers.0.mlp.down_proj"]["details"]["sparsity"] = 0.001
+    assert "counts 5,530 (90.00%)" in sparsity_of(workspace, checkpoint.folder).findings[0]
+    weight = load_compressed(checkpoint.folder).get_submodule("model.layers.0.mlp.down_proj").dequantized_weight()
+    modules["model.layers.0.mlp.down_proj"]["details"]["sparsity"] = float((weight == 0).double().mean())
     (checkpoint.folder / "compression.json").write_text(json.dumps({"modules": modules}))
     assert sparsity_of(workspace, checkpoint.folder).outcome == "pass"
+
+
+ODD = [
+    *(("pruned", f"{pattern}, 50% zeros") for pattern in ("2:0", "0:4", "4:4", "5:4", "2:99999999999999999999", "block_0,4", "half")),
+    ("pruned", "2:4"),
+    *(("sparsity", value) for value in (1.5, -1, True, None, "half", float("nan"), [0.5])),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), ODD, ids=str)
+def test_what_a_record_says_of_zeros_and_cannot_mean_is_named(workspace, pruned, key, value):
+    """A promise that cannot be read is none that holds."""
+    record = json.loads((pruned / "compression.json").read_text())
+    record["modules"]["model.layers.1.mlp.up_proj"]["details"][key] = value
+    (pruned / "compression.json").write_text(json.dumps(record))
+    found = sparsity_of(workspace, pruned)
+    said = "is no share" if key == "sparsity" else "is nothing that a weight"
+    assert found.outcome == "fail" and said in found.findings[0], found.findings
