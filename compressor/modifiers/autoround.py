@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -65,6 +65,16 @@ class AutoRoundModifier(SchemeModifier):
     _calls: dict[str, BlockCalls] = PrivateAttr(default_factory=dict)
     _block_handles: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _settings_have_a_use(self) -> AutoRoundModifier:
+        learning = ("batch_size", "lr", "minmax_lr", "enable_minmax_tuning", "target")
+        changed = [name for name in learning if getattr(self, name) != type(self).model_fields[name].default]
+        if changed and not self.iters:
+            raise ValueError(f"{changed[0]}={getattr(self, changed[0])} is for learning, and iters=0 learns nothing; leave one of them out")
+        if self.minmax_lr is not None and not self.enable_minmax_tuning:
+            raise ValueError(f"minmax_lr={self.minmax_lr} moves nothing with enable_minmax_tuning=False; leave one of them out")
+        return self
+
     @property
     def calibration_need(self) -> CalibrationNeed:
         """`sequential`, since each block should see the error of those before it; with nothing to learn, that of rounding."""
@@ -85,8 +95,12 @@ class AutoRoundModifier(SchemeModifier):
     def on_initialize(self, state: State) -> bool:
         """Refuse ranges that something else would choose; find the block of each module."""
         done = super().on_initialize(state)
-        if self.needs_importance:
-            raise SchemeError(f"{self.label}: observer imatrix_mse chooses ranges, which are learned here; leave it out")
+        formats = (scheme.weights for scheme in self._schemes.values() if scheme.weights is not None)
+        choosing = next((args.observer for args in formats if args.observer_kind != "minmax"), None)
+        if choosing is not None:
+            raise SchemeError(
+                f"{self.label}: observer {choosing} chooses ranges, which are learned here from the whole range on; leave it out"
+            )
         layers = [name for name in partition(state.model, None).targets if name]
         self._blocks = {name: next((one for one in layers if name.startswith(f"{one}.")), name) for name in self._pending}
         self._calls, self._block_handles = {}, {}

@@ -11,11 +11,12 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
+from compressor.algorithms.babai import can_search
 from compressor.algorithms.costs import Cost, gptq_cost
 from compressor.algorithms.gptq import ActOrder, Solver, quantize_gptq
 from compressor.algorithms.hessian import Hessian
 from compressor.algorithms.rtn import round_to_nearest
-from compressor.errors import NumericsError, SchemeError
+from compressor.errors import NumericsError, RecipeError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.model.folder import some
@@ -108,6 +109,21 @@ class GPTQModifier(SchemeModifier):
             raise ValueError(f"alpha={self.alpha} moves nothing with target='propagated'; leave one of them out")
         return self
 
+    def on_initialize(self, state: State) -> bool:
+        """Refuse what would change nothing for these formats."""
+        done = super().on_initialize(state)
+        formats = [scheme.weights for scheme in self._schemes.values() if scheme.weights is not None]
+        if self.scale_search and formats and not any(can_search(args) or self._observed(args) is not args for args in formats):
+            raise SchemeError(
+                f"{self.label}: scale_search=True was given, and {scheme_label(formats[0])} has no scales that are searched; leave it out"
+            )
+        if self.alpha != 1.0 and self.base_stream == "unused":
+            raise RecipeError(
+                f"{self.label}: alpha={self.alpha} moves nothing, since target is 'propagated' in mode 'fast' and for more than "
+                f"{_FEW_BITS} bits; give target='base', or leave it out"
+            )
+        return done
+
     @property
     def base_stream(self) -> BaseStream:
         """`required` with `target="base"`; left to us, wanted for weights of at most 4 bits."""
@@ -167,7 +183,7 @@ class GPTQModifier(SchemeModifier):
         super().on_calibration_end(state, event)
         state.report.notes += self._statistics.notes(self.label, state.ranks)
         self._statistics = HessianHooks()
-        asked = [] if self.target == "propagated" else [one for one in ("target", "alpha") if one in self.model_fields_set]
+        asked = ["target"] * (self.target == "base") + ["alpha"] * (self.alpha != 1.0)
         moved = [name for name in self._schemes if name in state.settled_to_base]
         if asked and moved:
             state.report.notes.append(

@@ -111,6 +111,8 @@ class TrainingModifier(SchemeModifier):
         """Watch inputs, unless training has done it; without any batch this is no training, whatever `start` says."""
         if self._layers and self._trained:
             return
+        if self.start is not None:
+            state.report.notes.append(f"{self.label}: start={self.start} counts in a training; here weights are rounded at once")
         for name in self._layers:
             state.replace_module(name, self._pending[name])
         self._layers = {}

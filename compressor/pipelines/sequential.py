@@ -239,7 +239,12 @@ def _beside(
 ) -> Callable[[], AbstractContextManager[None]] | None:
     """The context for hooks that see the stream of the uncompressed model, where that runs beside the other."""
     asking = {modifier.base_stream: modifier.label for modifier in session.modifiers}
-    if not settings.propagate_error:  # the compressed model gives the same inputs
+    if not settings.propagate_error:
+        if "required" in asking:
+            session.state.report.notes.append(
+                f"{asking['required']}: without propagate_error every module has the inputs of the uncompressed model, so that nothing is "
+                "left to move to target 'base'"
+            )
         return None
     if "required" in asking and plan.engine != "graph":
         raise TracingError(

@@ -30,6 +30,7 @@ from compressor.model.targets import check_patterns, matches
 from compressor.modifiers.own_forwards import calibration_data, show_inputs
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
+from compressor.spelling import suggest
 
 _STATISTICS_BYTES = 4 << 30  # of all pairs that are looked at in one pass over the data
 
@@ -163,6 +164,7 @@ class ScaleMovingModifier(Modifier):
             state.report.notes += notes
         else:
             pairs = tuple(pair for pair in found.pairs if self.wants(state, pair))
+        self._check_ignored(state, pairs)
         kept = tuple(pair for pair in pairs if not self._is_ignored(state.model, pair.source))
         if not kept:
             raise TargetError(f"{self.label}: {self._nothing(found, pairs)}")
@@ -174,6 +176,16 @@ class ScaleMovingModifier(Modifier):
         why = next(iter(found.refused), None)
         seen = "" if why is None else f" (of {why.source} none can, for {why.why})"
         return f"no scale can move into a layer that is quantized{seen}; `compressor mappings` shows what was tried; leave the modifier out"
+
+    def _check_ignored(self, state: State, pairs: Sequence[ScalePair]) -> None:
+        """Refuse a name that is none; note a pattern that names no source."""
+        named = [*state.model.named_modules()][1:]
+        for pattern in self.ignore:
+            if any(matches(pair.source, state.model.get_submodule(pair.source), pattern) for pair in pairs):
+                continue
+            if not pattern.startswith("re:") and not any(matches(name, module, pattern) for name, module in named):
+                raise TargetError(f"{self.label}: ignore {pattern!r} matches no module; {suggest(pattern, [name for name, _ in named])}")
+            state.report.notes.append(f"{self.label}: ignore {pattern!r} names no source of a scale that can move, and leaves nothing out")
 
     def _is_ignored(self, model: nn.Module, name: str) -> bool:
         return any(matches(name, model.get_submodule(name), pattern) for pattern in self.ignore)

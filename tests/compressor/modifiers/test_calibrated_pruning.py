@@ -240,11 +240,11 @@ def test_quantization_keeps_what_was_pruned(pruner: Any, quantizer: Any) -> None
     assert not [note for note in report.notes if "that were pruned are not zero" in note]
 
 
-@pytest.mark.parametrize(("settings", "said"), [({"target": "base", "alpha": 0.5}, "target and alpha did"), ({}, None)])
+@pytest.mark.parametrize(("settings", "said"), [({"target": "base", "alpha": 0.5}, "target and alpha did not count for"), ({}, None)])
 def test_what_does_not_count_behind_weights_that_were_moved_is_said(settings: dict[str, Any], said: str | None) -> None:
     recipe = [SparseGPTModifier(sparsity=0.5, **REST), GPTQModifier(config_groups=GROUPS, **settings, **REST)]
-    notes = oneshot(tiny.llama(), recipe=recipe, dataset=IDS).report.notes
-    assert [said in note for note in notes if "did not count for model.layers.0.self_attn.q_proj" in note] == [True] * (said is not None)
+    notes = [note for note in oneshot(tiny.llama(), recipe=recipe, dataset=IDS).report.notes if "did not count" in note]
+    assert len(notes) == (said is not None) and all(str(said) in note for note in notes)
 
 
 def test_a_model_that_was_sparse_before_keeps_its_zeros_unless_they_may_move() -> None:

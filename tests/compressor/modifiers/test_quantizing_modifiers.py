@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ from compressed_tensors.utils.match import match_targets
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compressor import oneshot
+from compressor import SmoothQuantModifier, oneshot
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Session, State
+from compressor.modifiers.autoround import AutoRoundModifier
 from compressor.modifiers.gptq import GPTQModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.input_statistics import real_tokens, token_sequences
 from compressor.nn import QuantizedLinear
 from compressor.numerics import preset_scheme
+from tests import tiny
 
 GROUPED = {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}
 
@@ -509,3 +512,42 @@ def test_of_layers_that_look_alike_the_one_that_cannot_be_replaced_is_named() ->
     model[1].scheme = "of its author"
     with pytest.raises(SchemeError, match="1: it has a 'scheme' of its own"):
         QuantizationModifier(targets=["Linear"], scheme="W8A8").resolve(model)
+
+
+INT4 = {"config_groups": {"g": GROUPED}, "ignore": ["lm_head"]}
+
+
+def rounding() -> QuantizationModifier:
+    return QuantizationModifier(scheme="W8A8", ignore=["lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: [AutoRoundModifier(**INT4, weight_observer="mse")], "observer mse chooses ranges, which are learned here"),
+        (lambda: [AutoRoundModifier(**INT4, enable_minmax_tuning=False, minmax_lr=0.1)], "minmax_lr=0.1 moves nothing"),
+        (lambda: [AutoRoundModifier(**INT4, iters=0, lr=0.1)], "lr=0.1 is for learning, and iters=0 learns nothing"),
+        (lambda: [AutoRoundModifier(**INT4, iters=0, batch_size=4)], "batch_size=4 is for learning"),
+        (lambda: [GPTQModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"], scale_search=True)], "scale_search=True was given, and float8 channel has"),
+        (lambda: [GPTQModifier(scheme="W8A8", ignore=["lm_head"], alpha=0.5)], "alpha=0.5 moves nothing, since target is 'propagated'"),
+        (lambda: [GPTQModifier(**INT4, mode="fast", alpha=0.5)], "alpha=0.5 moves nothing"),
+        (lambda: [SmoothQuantModifier(ignore=["nosuch"]), rounding()], "ignore 'nosuch' matches no module"),
+    ],
+)
+def test_a_setting_that_would_change_nothing_is_refused(make: Callable[[], list[Any]], said: str) -> None:
+    with pytest.raises((CompressorError, ValueError), match=re.escape(said)):
+        oneshot(tiny.llama(), recipe=make(), dataset=torch.randint(64, (4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "said"),
+    [
+        ([SmoothQuantModifier(ignore=["re:.*nosuch"]), rounding()], "ignore 're:.*nosuch' names no source of a scale that can move"),
+        ([QuantizationModifier(**INT4, start=0.0)], "start=0.0 counts in a training"),
+        ([GPTQModifier(**INT4, target="base", alpha=0.5)], "without propagate_error every module has the inputs of the uncompressed model"),
+    ],
+)
+def test_a_setting_that_changed_nothing_is_noted(recipe: list[Any], said: str) -> None:
+    chosen = {"propagate_error": False} if "propagate" in said else {}
+    report = oneshot(tiny.llama(), recipe=recipe, dataset=torch.randint(64, (4, 8)), **chosen).report
+    assert [note for note in report.notes if said in note], report.notes
