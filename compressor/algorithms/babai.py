@@ -219,6 +219,7 @@ def _triton_kernel() -> RoundingKernel | None:
 
 
 def kernel_for(grid: Grid, device: torch.device) -> RoundingKernel | None:
+    """Return the compiled kernel that rounds such scales and codes on a device; None where torch does."""
     kernel = rounding_kernel(device) if grid.scale_RG.dtype in SCALE_DTYPES else None
     return kernel if kernel is not None and grid.args.type in kernel.number_types else None
 

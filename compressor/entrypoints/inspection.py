@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from compressor.errors import ModelError
+from compressor.lifecycle.state import Detail
 from compressor.model.checkpoints.load import check_scheme_kept, load_compressed
 from compressor.model.folder import check_weight_files, read_config, read_json, resolve_folder, weight_files
 from compressor.modifiers.schemes.targets import scheme_label
@@ -68,10 +69,22 @@ class _Source(_Part):
     commit: str
 
 
+class _Details(_Part):
+    """Numbers and words; these few are counted and compared."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Detail | bool | None]
+
+    pruned: str | None = None
+    sparsity: float | None = None
+    peak_input: float | None = None
+    loudest_input: float | None = None
+
+
 class _Module(_Part):
     error: float | None = None
     num_tokens: int | None = None
-    details: dict[str, Any] = {}
+    details: _Details = _Details()
 
 
 class _Record(_Part):

@@ -98,8 +98,9 @@ def test_a_plain_folder_and_none_at_all(base: Path, tmp_path: Path, capsys: pyte
 
 def test_a_record_with_a_part_of_another_kind_is_named_and_one_without_says_so(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = base / "compression.json"
+    odd = ([], {"pruned": ["2:4"]}, {"peak_input": "x"}, {"loudest_input": [1]}, {"sparsity": {}}, {"loss": [1.0]})
     damaged = {
-        "modules": ([], 7, {"a": 1}, {"a": {"error": "x"}}),
+        "modules": ([], 7, {"a": 1}, {"a": {"error": "x"}}, *({"a": {"details": one}} for one in odd)),
         "fallbacks": (None, [1], {}, "x", [{"module": "a"}]),
         "versions": (None, [], "x", {"torch": 2}),
         "data": (7, [], "x", {"num_samples": "8", "num_tokens": 8}, {"num_samples": 8}),

@@ -528,7 +528,10 @@ def rounding() -> QuantizationModifier:
         (lambda: [AutoRoundModifier(**INT4, enable_minmax_tuning=False, minmax_lr=0.1)], "minmax_lr=0.1 moves nothing"),
         (lambda: [AutoRoundModifier(**INT4, iters=0, lr=0.1)], "lr=0.1 is for learning, and iters=0 learns nothing"),
         (lambda: [AutoRoundModifier(**INT4, iters=0, batch_size=4)], "batch_size=4 is for learning"),
-        (lambda: [GPTQModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"], scale_search=True)], "scale_search=True was given, and float8 channel has"),
+        (
+            lambda: [GPTQModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"], scale_search=True)],
+            "scale_search=True was given, and float8 channel has",
+        ),
         (lambda: [GPTQModifier(scheme="W8A8", ignore=["lm_head"], alpha=0.5)], "alpha=0.5 moves nothing, since target is 'propagated'"),
         (lambda: [GPTQModifier(**INT4, mode="fast", alpha=0.5)], "alpha=0.5 moves nothing"),
         (lambda: [SmoothQuantModifier(ignore=["nosuch"]), rounding()], "ignore 'nosuch' matches no module"),
