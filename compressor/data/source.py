@@ -328,16 +328,20 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool, tex
 def _check_once(path: Path, suffix: str, text_column: str) -> None:
     """Refuse names that stand twice, of which readers take one: of columns, and of a list of JSON, where pyarrow does not look."""
     columns: list[str] = []
+    odd: list[Any] | None = None
     try:
         if suffix == ".csv":
             with path.open(encoding="utf-8-sig", newline="") as stream:
                 columns = next(csv.reader(stream), [])
         elif suffix == ".json":
-            from_json(path.read_bytes(), once=True)
+            rows = from_json(path.read_bytes(), once=True)
+            odd = next((row for row in rows if isinstance(row, list)), None) if isinstance(rows, list) else None
     except (UnicodeDecodeError, csv.Error, json.JSONDecodeError):
         return  # not for this to say; a file of lines is one, too
     except ValueError as error:
         raise DatasetError(f"{path}: this JSON cannot be read ({error}); repair the file") from error
+    if odd is not None:  # which `datasets` takes for a text
+        raise DatasetError(f'{path}: a JSON list is no row; write {{"{text_column}": "..."}}, or {{"input_ids": [...]}}')
     check_names(columns, [text_column], str(path))
 
 

@@ -315,6 +315,7 @@ def test_a_collator_names_all_rows_of_its_batch_and_takes_no_shuffled_stream() -
         ("d.csv", b"text\ncaf\xe9 caf\xe9\n", r"can't decode byte 0xe9 .*\); convert the file to UTF-8$"),
         ("d.json", b'[{"text": "caf\xe9"}]', r"UTF-8 .*; convert the file to UTF-8$"),
         ("folder/d.csv", b"text\ncaf\xe9\n", r"can't decode byte 0xe9 .*; convert the file to UTF-8$"),
+        ("d.json", b"[[1, 2], [3]]", r'd.json: a JSON list is no row; write \{"text": "\.\.\."\}, or \{"input_ids"'),
         ("d.json", b"5", r"\(JSON parse error: .*; repair the file$"),
         ("d.json", b'[{"text": ', r"\((JSON parse error|Expected object).*; repair the file$"),
         ("d.json", b"", r"\(it holds no row\); repair the file$"),
