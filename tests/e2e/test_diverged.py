@@ -45,7 +45,7 @@ def test_a_scale_of_keys_that_cannot_be_is_named_without_a_record(value: float) 
         base=SimpleNamespace(entries={}), compressed=SimpleNamespace(entries=scales, tensor=scales.__getitem__), modules={}
     )
     found = check_weights(subject, [], Policy(), is_as_written=True)[0].findings
-    assert found == ["a.k_scale: is not finite and above 0 everywhere"]
+    assert list(found) == ["a.k_scale: is not finite and above 0 everywhere"]
 
 
 def test_who_wrote_a_config_inside_a_config_and_the_dtype_of_the_whole_are_no_difference() -> None:

@@ -278,9 +278,8 @@ SCRIPTS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:.*has no effect here:UserWarning")
 def test_values_of_published_scripts_work(name: str) -> None:
     """Those that its examples give, on a model with experts."""
-    model = tiny.mixtral(
-        intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1
-    )
+    sizes = {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny.mixtral(**sizes, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=2048)
     rows = Dataset.from_list([{"input_ids": [*range(3, 9)], "attention_mask": [1] * 6, "loss_mask": [0, 0, 1, 1, 1, 1]}] * 8)
     given = DatasetDict({"train": rows, "train_sft": rows}) if "splits" in SCRIPTS[name] else rows
     recipe = GPTQModifier(targets="Linear", scheme="W8A8", ignore=["lm_head", "re:.*mlp.gate"], fallback_budget=6)
