@@ -54,7 +54,7 @@ from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeli
 from compressor.pipelines.journal import RunPlace, SharedJournal, base_hashes, check_places, model_identity, run_fingerprint, run_record
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes
 from compressor.pipelines.offload.onload import needs_copies, weights_wait
-from compressor.pipelines.stage_targets import expert_targets
+from compressor.pipelines.settings import expert_targets
 from compressor.progress import progress_of
 from compressor.random_state import random_numbers_kept
 from compressor.recipe import Recipe, load_recipe

@@ -2,19 +2,192 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Hashable, Iterable, Mapping
+from typing import ClassVar, Self
 
-from pydantic import PrivateAttr
+import torch
+import torch.distributed as dist
+from pydantic import PrivateAttr, model_validator
+from torch import Tensor
 
 from compressor import look_up
 from compressor.algorithms.rtn import round_to_nearest
-from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
+from compressor.errors import RecipeError, SchemeError
+from compressor.lifecycle import CalibrationNeed, Event, EventType, ModuleRecord, State
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.modifiers.own_forwards import MeanSquare, mean_squares
-from compressor.modifiers.qat import TrainingModifier
+from compressor.modifiers.schemes.base import SchemeModifier, shared_global_scales
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.nn import weight_of
-from compressor.numerics import QuantizationArgs, weight_qparams
+from compressor.nn.fake_quant import FakeQuantizedLayer, fake_quantized
+from compressor.numerics import QParams, QuantizationArgs, make_observer, weight_qparams
+
+# Quantization-aware training: what a quantizing modifier does when `start` is given and batches come.
+#
+# start                                  targeted layers compute with fake-quantized weights and inputs      STRUCTURE
+# every step                             scales follow the weights, inside the step
+# or every `update`                      scales are written outside the step, and stay between               DATA
+# disable_quantization_observer_epoch    scales are fixed, weights go on                                     STRUCTURE
+# end                                    the same, where it was not before                                   STRUCTURE
+# finalize                               codes take the place of weights, with the scales of that moment
+
+
+class TrainingModifier(SchemeModifier):
+    """Base of the quantizing modifiers that can train.
+
+    Attributes:
+        disable_quantization_observer_epoch: index from which scales are fixed, at the latest from `end`; None: from `end`.
+    """
+
+    disable_quantization_observer_epoch: float | None = None
+
+    _layers: dict[str, FakeQuantizedLayer] = PrivateAttr(default_factory=dict)
+    _fixed: bool = PrivateAttr(default=False)
+    _trained: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="after")
+    def _check_times(self) -> Self:
+        freeze = self.disable_quantization_observer_epoch
+        if self.start is None:
+            for name, value in (("end", self.end), ("update", self.update), ("disable_quantization_observer_epoch", freeze)):
+                if value is not None:
+                    raise RecipeError(f"{name}={value} is for training, which needs a start; give start, or leave {name} out")
+        if self.start is not None and self.kv_format is not None:
+            raise RecipeError("kv_cache_scheme: queries, keys and values are calibrated, not trained; give them to a modifier of their own")
+        return self
+
+    def plan_key(self) -> Hashable:
+        """Return what a step computes with: floats, scales that follow the weights, or stored ones."""
+        if not self._layers:
+            return "float"
+        observing = any(layer.observing for layer in self._layers.values())
+        return "stored scales" if self._fixed or self.update else "own scales", observing
+
+    def training_tensors(self) -> Mapping[str, Tensor]:
+        """Return stored scales and ranges of inputs; they are there from the start on."""
+        return {f"{name}.{key}": tensor for name, layer in self._layers.items() for key, tensor in layer.tensors().items()}
+
+    def on_initialize(self, state: State) -> bool:
+        """Resolve targets, and refuse what training cannot have."""
+        self._layers, self._fixed, self._trained = {}, False, False
+        done = super().on_initialize(state)
+        for name, scheme in self._schemes.items() if self.start is not None else ():
+            inputs = scheme.input_activations
+            if inputs is None or inputs.dynamic is True:
+                continue
+            if inputs.observer_kind != "minmax":
+                raise SchemeError(f"{name} input: observer={inputs.observer!r} counts values on the host; training needs 'minmax'")
+            if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+                raise SchemeError(
+                    f"{name} input: each of {dist.get_world_size()} ranks would find a static range of its own; use dynamic=True"
+                )
+        return done
+
+    def on_start(self, state: State, event: Event) -> None:
+        """Let the targeted layers compute as their quantized forms will."""
+        self._choose_global_scales()
+        for name, module in self._pending.items():
+            layer = fake_quantized(module, self._schemes[name], name, self.global_scale(name))
+            layer.fixed = bool(self.update)
+            state.swap_module(name, layer)
+            self._layers[name] = layer
+        self._fix_when_due(event)
+
+    def on_event(self, state: State, event: Event) -> None:
+        """Fix the scales when it is time; let global scales follow the weights, inside the step."""
+        del state
+        if event.type is EventType.BATCH_START:
+            self._trained = True
+            self._fix_when_due(event)
+        if event.type is EventType.OPTIM_POST_STEP and self._layers and not (self._fixed or self.update):
+            self._follow_global_scales()
+
+    def on_update(self, state: State, event: Event) -> None:
+        """Store the scales of the present weights, where that is done in intervals."""
+        del state
+        if event.type is EventType.BATCH_START and self.update and not self._fixed:
+            self._keep_scales()
+
+    def on_end(self, state: State, event: Event) -> None:
+        """Fix the scales."""
+        del state, event
+        if not self._fixed:
+            self._fix()
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Watch inputs, unless training has done it; without any batch this is no training, whatever `start` says."""
+        if self._layers and self._trained:
+            return
+        if self.start is not None:
+            state.report.notes.append(f"{self.label}: start={self.start} counts in a training; here weights are rounded at once")
+        for name in self._layers:
+            state.replace_module(name, self._pending[name])
+        self._layers = {}
+        super().on_calibration_start(state, event)
+
+    def on_finalize(self, state: State) -> bool:
+        """Put codes in the place of what was trained."""
+        if self._layers:
+            self._compress_pending(state, tuple(self._pending))
+        return super().on_finalize(state)
+
+    def trained_qparams(self, name: str) -> QParams | None:
+        """Return the scales that a layer in training computes with, for codes that mean what it has learnt.
+
+        Args:
+            name: dotted module name.
+
+        Returns:
+            Scale, zero point and global scale; None where the layer is not in training.
+        """
+        layer = self._layers.get(name)
+        return None if layer is None else layer.weight_qparams()
+
+    def _compress_pending(self, state: State, modules: Iterable[str]) -> None:
+        modules = tuple(modules)
+        trained = {name: self._layers[name] for name in modules if name in self._pending and name in self._layers}
+        for name in trained:
+            self._take_over(name)
+        super()._compress_pending(state, modules)
+        for name, layer in trained.items():
+            del self._layers[name]
+            if layer.stored_dtype is not None:
+                state.model.get_submodule(name).to(layer.stored_dtype)
+
+    def _take_over(self, name: str) -> None:
+        """Hand what training knows to the float layer, which is what codes are made from."""
+        layer, module, inputs = self._layers[name], self._pending[name], self._schemes[name].input_activations
+        for key, parameter in layer.named_parameters():
+            module.register_parameter(key, parameter)
+        extremes = layer.input_range()
+        if inputs is not None and extremes is not None:
+            observer = self._input_observers[name] = make_observer(inputs, f"{name} input")
+            if bool((extremes["min"] < extremes["max"]).all()):  # else no batch came, which is refused as in a calibration
+                observer.restore(extremes)
+
+    def _fix_when_due(self, event: Event) -> None:
+        freeze = self.disable_quantization_observer_epoch
+        if freeze is not None and self._layers and not self._fixed and event.index >= freeze:
+            self._fix()
+
+    def _fix(self) -> None:
+        self._keep_scales()
+        for layer in self._layers.values():
+            layer.fixed, layer.observing = True, False
+        self._fixed = True
+
+    def _keep_scales(self) -> None:
+        self._follow_global_scales()
+        with torch.no_grad():
+            for layer in self._layers.values():
+                layer.keep_scales()
+
+    @torch.no_grad()
+    def _follow_global_scales(self) -> None:
+        weights = {name: self._layers[name].weight_RC.detach() for name in self._layers if name in self._global_scales}
+        for name, scale in shared_global_scales(weights, self._schemes).items():
+            self._global_scales[name].copy_(scale)
+
 
 __getattr__ = look_up  # llm-compressor has GPTQModifier here,
 __path__: list[str] = []  # and in a module below
@@ -23,7 +196,7 @@ __path__: list[str] = []  # and in a module below
 class QuantizationModifier(TrainingModifier):
     """Quantize by rounding, with all presets; needs data only where inputs have static ranges, or `observer: imatrix_mse` asks for it.
 
-    With `start`, and in a training, it trains the layers for that rounding first: see `compressor.modifiers.qat`.
+    With `start`, and in a training, it trains the layers for that rounding first, as `TrainingModifier` does.
     """
 
     across_ranks: ClassVar[AcrossRanks | None] = "sums"

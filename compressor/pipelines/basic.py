@@ -23,7 +23,7 @@ from compressor.pipelines.memory import memory_explained
 from compressor.progress import Progress
 from compressor.tracing.footprint import all_that_may_change
 from compressor.tracing.graph.nodes import Unrepeatable
-from compressor.tracing.kept_weights import check_model
+from compressor.tracing.picking import check_model
 from compressor.tracing.targets.call_order import changed_by_forwards, plain_forward
 from compressor.tracing.traces import Traces
 

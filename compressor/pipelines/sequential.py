@@ -33,8 +33,7 @@ from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained, return_freed_pages
 from compressor.pipelines.offload.activation_store import open_store
 from compressor.pipelines.offload.onload import WeightsByStretch, weights_by_stretch
-from compressor.pipelines.settings import SequentialSettings
-from compressor.pipelines.stage_targets import cut_at_inputs
+from compressor.pipelines.settings import SequentialSettings, cut_at_inputs
 from compressor.progress import Progress, Task
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
 from compressor.tracing.graph.nodes import one_line

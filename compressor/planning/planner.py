@@ -38,7 +38,7 @@ from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import SequentialSettings, choose_pipeline
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.pipelines.stage_targets import cut_at_inputs, expert_targets
+from compressor.pipelines.settings import cut_at_inputs, expert_targets
 from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints

@@ -28,8 +28,7 @@ from compressor.tracing.graph.planner import GraphPlanner, Variant, content_dige
 from compressor.tracing.graph.program import schedule
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
-from compressor.tracing.kept_weights import KeptWeights, as_batches, check_kept_weights, check_model
-from compressor.tracing.picking import excerpt, unproved
+from compressor.tracing.picking import as_batches, check_model, excerpt, unproved
 from compressor.tracing.proof import Found
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
@@ -39,7 +38,7 @@ from compressor.tracing.targets.partition import Partition, partition
 from compressor.tracing.targets.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
 from compressor.tracing.targets.running import Run, RunningStage, ValueStore, Watched, hooked, hooks_around
 from compressor.tracing.targets.sample_state import TorchState
-from compressor.tracing.traces import PythonValues, Traces
+from compressor.tracing.traces import KeptWeights, PythonValues, Traces, check_kept_weights
 
 __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "check_tracing_options", "trace"]
 

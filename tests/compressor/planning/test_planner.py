@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BartConfig, ViTConfig
 
 from compressor.cli.main import main
 from compressor.errors import TargetError, UserInputError
-from compressor.pipelines import stage_targets
+from compressor.pipelines import settings as pipeline_settings
 from compressor.planning import Plan, plan, planner
 from compressor.planning.estimate import Speed, fit_into, measure_speed
 from tests import tiny
@@ -195,7 +195,7 @@ def test_a_gpu_without_memory_is_none(folder: Path) -> None:
 
 
 def test_experts_too_many_for_one_stage_are_planned_one_by_one_as_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_targets, "HESSIAN_BYTES", 0)
+    monkeypatch.setattr(pipeline_settings, "HESSIAN_BYTES", 0)
     sizes = SIZES | {"num_experts": 4, "moe_intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 1}
     tiny.config("qwen3_moe", **sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path)
     made = make(tmp_path, passes="auto")
@@ -215,7 +215,7 @@ def test_a_plan_grows_with_the_model_and_not_with_its_square(tmp_path: Path) -> 
         tiny.config("qwen3_moe", **sizes, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"]).save_pretrained(tmp_path / str(experts))
         start = time.process_time()
         with pytest.MonkeyPatch.context() as patches:
-            patches.setattr(stage_targets, "HESSIAN_BYTES", 0)  # every expert is a stage
+            patches.setattr(pipeline_settings, "HESSIAN_BYTES", 0)  # every expert is a stage
             made = make(tmp_path / str(experts))
         seconds.append(time.process_time() - start)
         assert len(made.sequential_targets) > 3 * experts

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from compressor.pipelines.stage_targets import cut_at_inputs
+from compressor.pipelines.settings import cut_at_inputs
 from compressor.planning import footprint
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.repeats import repeated_layers

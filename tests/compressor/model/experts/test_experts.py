@@ -17,8 +17,8 @@ from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, ModelError
 from compressor.model.experts.unfuse import UnfusedModel, check_no_unknown_experts, unfuse_into, unfused_experts, unknown_experts
 from compressor.nn.experts import Expert, UnfusedExperts, fused_weights
-from compressor.pipelines import stage_targets
-from compressor.pipelines.stage_targets import expert_targets
+from compressor.pipelines import settings as pipeline_settings
+from compressor.pipelines.settings import expert_targets
 
 KINDS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -212,12 +212,12 @@ def test_hessians_of_few_experts_live_at_a_time(tiny_moe: MoE, monkeypatch: pyte
 
     monkeypatch.setattr(Hessian, "add", counted)
     peaks = {}
-    for limit in (stage_targets.HESSIAN_BYTES, 0):
-        monkeypatch.setattr(stage_targets, "HESSIAN_BYTES", limit)
+    for limit in (pipeline_settings.HESSIAN_BYTES, 0):
+        monkeypatch.setattr(pipeline_settings, "HESSIAN_BYTES", limit)
         most.clear()
         oneshot(tiny_moe("qwen3_moe"), recipe=_group4(fallback_budget=100), dataset=[IDS[0].tolist()] * 3)
         peaks[limit] = max(most)
-    assert peaks[stage_targets.HESSIAN_BYTES] <= 3  # the module's limit is 0 now: attention has 2, an expert 2
+    assert peaks[pipeline_settings.HESSIAN_BYTES] <= 3  # the module's limit is 0 now: attention has 2, an expert 2
     assert max(peaks.values()) >= 12  # a layer at once: attention, and two for each of at least five experts
 
 
