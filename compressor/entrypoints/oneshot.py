@@ -34,8 +34,7 @@ from compressor.data import (
 from compressor.distributed.ranks import Ranks, joined
 from compressor.errors import DatasetError, ModelError, RecipeError, UserInputError
 from compressor.lifecycle import Flags, Modifier, Report, Session, State
-from compressor.model.base import Content, check_unclaimed, contents
-from compressor.model.checkpoints.audit import check_values
+from compressor.model.checkpoints.audit import Content, check_unclaimed, check_values, contents
 from compressor.model.checkpoints.save import save_checkpoint, saved_state
 from compressor.model.class_readers import buffer_notes, check_readable, module_notes, reading_notes
 from compressor.model.disk_room import check_room

@@ -2,8 +2,8 @@
 
 folder.py    what can be wrong with a folder               targets.py   patterns -> modules
 loading/     folder or config -> a model that runs         saving.py    what `save_pretrained` writes
-experts/     fused experts -> one linear layer each        base.py      what is nobody's is as loaded
-checkpoints/ compressed model -> folder, and back          disk_room.py whether it fits, before the run
+experts/     fused experts -> one linear layer each        disk_room.py whether it fits, before the run
+checkpoints/ compressed model -> folder, and back
 evaluation.py  how a model stands while it is looked at
 """
 

@@ -17,7 +17,7 @@ from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, input_col
 from compressor.data.blocks import IGNORED
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
-from compressor.model.base import check_unclaimed, contents
+from compressor.model.checkpoints.audit import check_unclaimed, contents
 from compressor.model.disk_room import check_training_room
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.model.saving import CompressedModel, attach_save

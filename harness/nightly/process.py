@@ -86,10 +86,10 @@ def run_limited(
                 elif time.monotonic() - start > seconds:
                     beyond = "timeout"
         finally:
-            seconds = time.monotonic() - start
+            elapsed = time.monotonic() - start
             _end(process)
             strays = _end_strays(mark)
-    return Ended(process.returncode, beyond, seconds, peak, strays)
+    return Ended(process.returncode, beyond, elapsed, peak, strays)
 
 
 def _held(pid: int) -> int:

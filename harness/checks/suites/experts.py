@@ -111,7 +111,7 @@ def unused_experts(subject: ExpertPruner, context: CheckContext) -> str:
         seen.append(architecture)
     if not seen:
         raise NothingToCheckError("no architecture of the subject has routers with a bias")
-    return f"{', '.join(seen)}"
+    return ", ".join(seen)
 
 
 def _put_off(model: nn.Module, sparsity: float, seed: int) -> list[tuple[int, list[int]]]:

@@ -15,7 +15,7 @@ from torch import nn
 
 from compressor.errors import CheckpointError
 from compressor.lifecycle import Session
-from compressor.model.base import check_unclaimed, contents
+from compressor.model.checkpoints.audit import check_unclaimed, contents
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.callback_recorder import Act, PlannedError, Recorder, record
 from harness.lifecycle.driving.class_values import frozen_class_values

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from compressor import oneshot, train
 from compressor.errors import CheckpointError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, State
-from compressor.model.base import check_unclaimed, contents
+from compressor.model.checkpoints.audit import check_unclaimed, contents
 from compressor.numerics.checksum import checksum
 from tests import tiny
 
