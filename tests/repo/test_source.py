@@ -128,6 +128,15 @@ def test_a_private_name_that_is_reached_for_is_seen(line: str) -> None:
     assert "_b" in {name for groups in REACHED.findall(line) for name in groups}
 
 
+def test_tiny_models_have_one_home(repo_root: Path) -> None:
+    """Those for a GPU have its sizes; the reference model and benchmarks are no tests."""
+    own = re.compile(r"\b(Llama|Gemma2|Mixtral|Qwen3Moe|OPT|GPT2|Bert|T5)Config\(")
+    others = {"gpu", "bench", "reference_model"}
+    files = [path for path in (repo_root / "tests").rglob("*.py") if path.relative_to(repo_root).parts[1] not in others]
+    assert [path for path in files if own.search(path.read_text(encoding="utf-8"))] == []
+    assert len([path for path in files if "tiny." in path.read_text(encoding="utf-8")]) > 50
+
+
 def test_no_tensor_is_made_in_the_default_dtype(repo_root: Path) -> None:
     made = ("zeros", "ones", "empty", "full", "eye", "rand", "randn", "linspace", "logspace", "tensor", "scalar_tensor")
     found = []
