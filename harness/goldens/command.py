@@ -75,7 +75,7 @@ class WhySettings(GoldenSettings):
 
 def _root(settings: GoldenSettings) -> Path:
     """The folder of goldens: as asked, else that of the last run, which stood at the root of the project."""
-    from harness.goldens.store.usage import USAGE_FILE, read_usage
+    from harness.goldens.store.listing import USAGE_FILE, read_usage
 
     if settings.golden_dir:
         root: Path = settings.golden_dir
@@ -99,7 +99,7 @@ def _candidates(settings: FailedSettings) -> list[Candidate]:
 def _diff(settings: DiffSettings) -> Verdict:
     from harness.goldens.differences import Difference, difference_of
     from harness.goldens.page import write_page
-    from harness.goldens.store.usage import USAGE_FILE, read_usage
+    from harness.goldens.store.listing import USAGE_FILE, read_usage
 
     found: list[Difference] = [difference_of(_root(settings), candidate) for candidate in _candidates(settings)]
     found = [difference for difference in found if not difference.ok]
@@ -151,8 +151,7 @@ def _rename(settings: GoldenSettings) -> Verdict:
 
 
 def _prune(settings: PruneSettings) -> Verdict:
-    from harness.goldens.store.listing import unused_goldens
-    from harness.goldens.store.usage import USAGE_FILE, read_usage
+    from harness.goldens.store.listing import USAGE_FILE, read_usage, unused_goldens
     from harness.goldens.store.writer import remove
 
     root = _root(settings)

@@ -17,7 +17,7 @@ import pytest
 from compressor.atomic import write_whole
 from harness.errors import GoldenError
 from harness.goldens.report import comparison_lines
-from harness.goldens.store.usage import USAGE_FILE, read_usage
+from harness.goldens.store.listing import USAGE_FILE, read_usage
 from harness.plugin.fixtures import GOLDEN
 from harness.plugin.options import OPTIONS, folder_setting, setting
 from harness.plugin.selection import checks_of

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compressor.errors import DynamicShapeError, EscapedTensorError, HostReadError, ReplayError, UntrackedRandomnessError
-from compressor.training.capture.operands import operands, with_operands
-from compressor.training.capture.operators import ALLOCATIONS, Extent, Kind, Record, spell_place, written_arguments
+from compressor.training.capture.operators import ALLOCATIONS, Extent, Kind, Record, operands, spell_place, with_operands, written_arguments
 from compressor.training.capture.storages import Lasting, Storages
 from compressor.training.remedies import for_batch_norm, for_other_models
 from compressor.training.step.collectives import is_collective, refuse_collective, spell_object, wait_for, without_group

@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import ReplayError
-from compressor.training.capture.operands import operands
-from compressor.training.capture.operators import Record
+from compressor.training.capture.operators import Record, operands
 from compressor.training.capture.protocol import Captured
 from compressor.training.capture.recorder import Recorder
 

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from compressor.training.capture.operands import operands
-from compressor.training.capture.operators import IDLE, Extent, Record
+from compressor.training.capture.operators import IDLE, Extent, Record, operands
 
 # Memory that the tapes of one engine take turns in: of several plans one replays at a time, and nothing in it outlasts a step.
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from compressor.training.capture.operands import operands, with_operands
-from compressor.training.capture.operators import IDLE, Extent, Kind, Op, Record
+from compressor.training.capture.operators import IDLE, Extent, Kind, Op, Record, operands, with_operands
 from compressor.training.capture.storages import Storages
 from compressor.training.engines.memory_plan import Arena, lay_out
 from compressor.training.step.collectives import is_collective, repeating

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from compressor.json_text import from_json
 from compressor.spelling import suggest
 from harness.errors import GoldenError
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, read_manifest, tensors_data
@@ -161,3 +162,17 @@ def _variant_lines(variant: Variant) -> list[str]:
 def _step(step: Mapping[str, str]) -> str:
     change = f" from {step['from']} to {step['to']}" if "from" in step else ""
     return f"{step['date']}  {step['what']}{change}: {step['reason'] or 'no reason given'}"
+
+
+# The record that a test run leaves of the goldens it used; the plugin writes it, `harness golden` reads it.
+
+USAGE_FILE = "golden-usage.json"
+
+
+def read_usage(path: Path) -> dict[str, Any] | None:
+    """Return the record of which goldens were used, or None where there is none that can be read."""
+    try:
+        record = from_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and {"complete", "gaps", "used", "unknown_tests"} <= set(record) else None
