@@ -1,6 +1,6 @@
 """Runtime layers that stand where a float layer stood.
 
-layer.py    what all of them share      storage.py  how a weight lies in memory and in the file
+layer.py    what all of them share, and how a weight lies in memory and in the file
 quantized_linear.py  quantized_embedding.py         build.py    float module -> layer
 fake_quant.py        the same while they are trained  straight_through.py  gradients through rounding
 sharding.py where tensor parallelism may cut        lora.py     adapters of peft beside them

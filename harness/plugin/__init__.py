@@ -7,8 +7,7 @@ for something that needs it.
 options.py     every option, on the command line and in the ini file
 selection.py   markers: which tests run
 fixtures.py    what a test can ask for
-session.py     goldens of the whole session: collected, written once, reported
-usage.py       which goldens the tests used, for `harness golden prune`
+session.py     goldens of the whole session: collected, written once, reported, and which the tests used
 """
 
 from __future__ import annotations

@@ -212,6 +212,18 @@ def test_every_public_name_says_what_it_is() -> None:
     assert not silent, "\n".join(silent)
 
 
+def test_packages_list_files_that_are_there(repo_root: Path) -> None:
+    listed = re.compile(r"(?<![\w./])[a-z_0-9]+\.py\b")
+    rooms = [path for path in _sources(repo_root) if path.name == "__init__.py"]
+    gone = [
+        f"{path.relative_to(repo_root)}: {name}"
+        for path in rooms
+        for name in listed.findall(ast.get_docstring(_parsed(path)) or "")
+        if not (path.parent / name).is_file()
+    ]
+    assert not gone, "\n".join(gone)
+
+
 def _says_something(thing: Any) -> bool:
     """A class must speak for itself: what it inherits, or what `dataclass` writes, is about something else."""
     if inspect.isclass(thing):

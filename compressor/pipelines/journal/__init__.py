@@ -1,9 +1,8 @@
 """Journal and resume: each finished stage of a run is kept in a run folder, so that the run survives being killed.
 
 journal.py      what the pipelines tell it      place.py        the folders of one run: a new one begins, or an old one goes on
-run_folder.py   name, lock, who may use it      lines.py        the append-only file of checksummed lines
-shared.py      the journal of a run in several processes
-stage_files.py  one stage on disk               fingerprint.py  what the result depends on, and how two runs differ
+run_folder.py   name, lock, who may use it      stage_files.py  one stage on disk
+shared.py       of several processes            fingerprint.py  what the result depends on, and how two runs differ
 """
 
 from __future__ import annotations
