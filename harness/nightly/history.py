@@ -20,7 +20,17 @@ from compressor.settings.kinds import TEXT
 from harness.errors import HistoryError
 from harness.nightly.environment import Environment
 from harness.nightly.exchange import read_tables, write_tables
-from harness.nightly.measurement import Acceptance, Better, CellRow, Kind, Measurement, begins_with_a_date, check_measurement, readings
+from harness.nightly.measurement import (
+    Acceptance,
+    Better,
+    CellRow,
+    Kind,
+    Measurement,
+    begins_with_a_date,
+    check_measurement,
+    in_time,
+    readings,
+)
 
 SCHEMA = 2
 """Of the file, in its `user_version`."""
@@ -173,8 +183,8 @@ class History:
             raise UserInputError("reason: it is blank, and nobody would know why the change is meant; give a sentence")
         with self._open(write=True) as database:
             if until:
-                (last,) = database.execute("SELECT MAX(night) FROM measurements WHERE metric = ?", (metric,)).fetchone()
-                _check_until(until, last or "")
+                nights = [night for (night,) in database.execute("SELECT DISTINCT night FROM measurements WHERE metric = ?", (metric,))]
+                _check_until(until, max(nights, key=in_time, default=""))
             found = database.execute("SELECT 1 FROM measurements WHERE metric = ? AND night = ? LIMIT 1", (metric, night)).fetchone()
             if found is None:
                 raise UserInputError(f"{metric}: night {night!r} has no measurement of it; see harness nightly show {metric}")
@@ -189,10 +199,10 @@ class History:
     def nights(self) -> list[tuple[str, int, int]]:
         """Return night, number of metrics and number of readings of each night, sorted."""
         query = (
-            "SELECT night, COUNT(DISTINCT metric), COUNT(*) FROM measurements JOIN readings ON measurement = measurements.id "
-            "GROUP BY night ORDER BY night"
+            "SELECT night, COUNT(DISTINCT metric), COUNT(*) FROM measurements JOIN readings ON measurement = measurements.id GROUP BY night"
         )
-        return [(str(night), int(metrics), int(readings)) for night, metrics, readings in self._read(query)]
+        found = [(str(night), int(metrics), int(readings)) for night, metrics, readings in self._read(query)]
+        return sorted(found, key=lambda one: in_time(one[0]))
 
     def series(self, metric: str) -> list[Measurement]:
         """Return all measurements of a metric, by night and then in the order in which they were written.
@@ -206,9 +216,10 @@ class History:
         grouped: dict[tuple[str, str, str, Better, Kind], list[float]] = {}
         rows = self._read(
             "SELECT measurements.id, night, digest, revision, better, kind FROM measurements JOIN environments "
-            "ON environment = environments.id WHERE metric = ? ORDER BY night, measurements.id",
+            "ON environment = environments.id WHERE metric = ? ORDER BY measurements.id",
             (metric,),
         )
+        rows.sort(key=lambda row: in_time(row[1]))
         values = {one: grouped.setdefault((night, *facts), []) for one, night, *facts in rows}
         own = "measurement IN (SELECT id FROM measurements WHERE metric = ?)"
         for one, value in self._read(f"SELECT measurement, value FROM readings WHERE {own} ORDER BY measurement, place", (metric,)):

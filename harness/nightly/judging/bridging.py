@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.nightly.judging.shifts import Bridge
-from harness.nightly.measurement import Measurement
+from harness.nightly.measurement import Measurement, in_time
 
 _PAIRS = 1 << 20
 """Of repetitions that are held at once."""
@@ -91,12 +91,13 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
         Its nights; behind those of the last earlier environment that ran a commit which ran here, too.
     """
     own = [one for one in series if one.environment == environment]
-    earlier = dict.fromkeys(one.environment for one in reversed(series) if one.night < own[-1].night and one.environment != environment)
+    last = in_time(own[-1].night)
+    earlier = dict.fromkeys(one.environment for one in reversed(series) if in_time(one.night) < last and one.environment != environment)
     for place in earlier:
-        before = [one for one in series if one.environment == place and one.night < own[-1].night]
+        before = [one for one in series if one.environment == place and in_time(one.night) < last]
         common = {one.revision for one in own if _is_commit(one.revision)} & {one.revision for one in before}
         after = [one for one in own if one.revision not in common]  # runs of the same commit again are what the bridge is made of
-        if common and after and before[-1].night <= after[0].night:
+        if common and after and in_time(before[-1].night) <= in_time(after[0].night):
             return _joined(before, own, after, common)
     return BridgedSeries(tuple(own), _levels(own))
 

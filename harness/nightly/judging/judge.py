@@ -49,7 +49,7 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     if last.kind == "paired":
         return judge_paired(series, acceptances, today)
     today = day_of_looking(last.night) if today is None else today
-    live = sorted({one.night for one in series})[-LIVE_NIGHTS:]
+    live = [*dict.fromkeys(one.night for one in series)][-LIVE_NIGHTS:]
     places = dict.fromkeys([last.environment, *(one.environment for one in series if one.night in live)])
     joined = {place: bridged(series, place) for place in places}
     found = {place: _judge_environment(one, acceptances, today) for place, one in joined.items()}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from typing import Any
 
-from harness.nightly.measurement import Acceptance
+from harness.nightly.measurement import Acceptance, in_time
 from harness.reporting.verdict import Verdict
 
 
@@ -79,7 +79,7 @@ def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, 
     """
     for one in reversed(acceptances):
         expired = bool(one.until) and today > date.fromisoformat(one.until)
-        if one.night > before and not expired:
+        if in_time(one.night) > in_time(before) and not expired:
             return one
     return None
 

@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
-from harness.nightly.measurement import Acceptance, Measurement
+from harness.nightly.measurement import Acceptance, Measurement, in_time
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, Interval, percentile_interval, resample_sums
 
@@ -72,7 +72,7 @@ def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance
 def _baseline(series: Sequence[Measurement], acceptances: Sequence[Acceptance], today: date) -> tuple[int, Acceptance | None]:
     for place in range(len(series) - 1, 0, -1):
         word = find_acceptance(acceptances, series[place].night, series[place - 1].night, today)
-        if word is not None and word.night <= series[place].night:
+        if word is not None and in_time(word.night) <= in_time(series[place].night):
             return place, word
     return 0, None
 

@@ -21,7 +21,7 @@ from harness.nightly.judging.bridging import level
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
-from harness.nightly.measurement import Acceptance, Measurement
+from harness.nightly.measurement import Acceptance, Measurement, in_time
 from harness.nightly.runner import Night
 from harness.reporting.junit import to_junit
 from harness.reporting.pages import render, write_texts
@@ -205,7 +205,7 @@ def read_night(history: History) -> tuple[Night, list[Trend]]:
     labels = [night for night, *_ in history.nights()] + [row.night for row in history.cells()]
     if not labels:
         raise UserInputError(f"{history.path}: the history is empty; write to it with harness nightly add, or harness nightly run")
-    last = max(labels)
+    last = max(labels, key=in_time)
     trends = []
     for name in history.metrics():
         series, words = history.series(name), history.acceptances(name)

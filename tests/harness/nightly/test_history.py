@@ -432,6 +432,19 @@ def test_a_label_that_is_nearly_a_date_is_refused(history: History, night: str) 
     assert not history.metrics()
 
 
+@pytest.mark.parametrize("label", ["2026-02-17.{}", "{}", "run {}"])
+def test_numbers_in_labels_sort_as_numbers(history: History, label: str) -> None:
+    """The tenth run of a day follows the ninth, not the first; so the level of the last three is seen."""
+    noise = np.random.default_rng(0).normal(0, 0.003, (45, 5))
+    for number in range(1, 46):
+        values = np.exp(noise[number - 1]) * (1.3 if number > 42 else 1.0)
+        history.add("time", values.tolist(), environment=HERE, night=label.format(number))
+    labels = [label.format(number) for number in range(1, 46)]
+    assert [one.night for one in history.series("time")] == labels == [night for night, *_ in history.nights()]
+    found = judge(history.series("time"), [])
+    assert found.verdict is Verdict.REGRESSION and found.changes[-1].night == label.format(43)
+
+
 @pytest.mark.parametrize(("first", "second"), [("2026-01-02", "zzz"), ("17", "2026-01-02")])
 def test_labels_of_two_kinds_are_no_order_of_time(history: History, first: str, second: str) -> None:
     history.add("a", [1.0], environment=HERE, night=first)
