@@ -21,6 +21,7 @@ DIGESTS = Claim("record.tensors", "Every tensor is, bit for bit, the one that co
 CONFIG = Claim("record.config", "quantization_config is, key by key, the one that compression.json says was written")
 RECORD_FILE = "compression.json"
 
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _DIGEST = re.compile(r"[A-Z0-9_]+\[[0-9,]*\] [0-9a-f]{64}")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -167,17 +168,21 @@ def check_record(folder: Path, base_hashes: Mapping[str, str], data_sha256: str)
 
 
 def _check_base(recorded: Any, base_hashes: Mapping[str, str]) -> CheckRecord:
-    if not isinstance(recorded, Mapping) or not recorded:
+    if not recorded and (recorded is None or isinstance(recorded, Mapping)):
         return BASE.skipped(f"{RECORD_FILE} names no base")
+    if not isinstance(recorded, Mapping):
+        return BASE.record(Outcome.FAIL, f"{RECORD_FILE}: base is no table of digests by file")
     findings = [f"{name}: has another sha256 here" if name in base_hashes else f"{name}: is not here"
                 for name, sha256 in sorted(recorded.items()) if base_hashes.get(name) != sha256]  # fmt: skip
     return BASE.found(findings, f"{len(recorded)} files have the recorded sha256", noun="file")
 
 
 def _check_data(recorded: Any, data_sha256: str) -> CheckRecord:
-    sha256 = recorded.get("sha256") if isinstance(recorded, Mapping) else None
+    sha256 = recorded.get("sha256") if isinstance(recorded, Mapping) else recorded
     if sha256 is None:
         return DATA.skipped(f"{RECORD_FILE} names no calibration data")
+    if not isinstance(sha256, str) or _SHA256.fullmatch(sha256) is None:
+        return DATA.record(Outcome.FAIL, f"{RECORD_FILE}: data.sha256 is no digest, so nothing says what the model was calibrated on")
     if sha256 == data_sha256:
         return DATA.record(Outcome.FAIL, "these are the very tokens that the model was calibrated on; give held-out data")
     return DATA.record(Outcome.PASS, "another data set than that of the calibration")

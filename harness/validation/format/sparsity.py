@@ -29,10 +29,12 @@ def check_sparsity(subject: Subject) -> CheckRecord:
     Returns:
         The record; skipped where nothing was promised.
     """
-    promised = dict(_promises(read_record(subject.compressed.folder) or {}))
-    if not promised:
+    modules = (read_record(subject.compressed.folder) or {}).get("modules", {})
+    odd = _unreadable(modules)
+    promised = {} if odd else dict(_promises(modules))
+    if not promised and not odd:
         return SPARSITY.skipped(f"{RECORD_FILE} promises no zeros")
-    findings, zeros, total = [], 0, 0
+    findings, zeros, total = odd, 0, 0
     for name, (share, structures) in sorted(promised.items()):
         weight = _weight(subject, name)
         if weight is None:
@@ -47,12 +49,17 @@ def check_sparsity(subject: Subject) -> CheckRecord:
     return SPARSITY.record(Outcome.PASS, summary, evidence=evidence)
 
 
-def _promises(record: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, list[str]]]]:
-    modules = record.get("modules")
-    for name, entry in (modules if isinstance(modules, Mapping) else {}).items():
-        details = entry.get("details") if isinstance(entry, Mapping) else None
-        if not isinstance(details, Mapping):
-            continue
+def _unreadable(modules: Any) -> list[str]:
+    """Parts that are no tables, in which a promise may have stood."""
+    if not isinstance(modules, Mapping):
+        return [f"modules: {RECORD_FILE} holds no table of them"]
+    odd = [name for name, entry in modules.items() if not (isinstance(entry, Mapping) and isinstance(entry.get("details", {}), Mapping))]
+    return [f"{name}: {RECORD_FILE} holds no details of it that can be read" for name in odd]
+
+
+def _promises(modules: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, list[str]]]]:
+    for name, entry in modules.items():
+        details = entry.get("details", {})
         share, pruned = details.get("sparsity", 0), details.get("pruned", "")
         if share != 0 or pruned:
             yield name, (share, str(pruned).split("; "))

@@ -228,3 +228,10 @@ def test_what_a_record_says_of_zeros_and_cannot_mean_is_named(workspace, pruned,
     found = sparsity_of(workspace, pruned)
     said = "is no share" if key == "sparsity" else "is nothing that a weight"
     assert found.outcome == "fail" and said in found.findings[0], found.findings
+
+
+@pytest.mark.parametrize("change", [{"modules": None}, {"modules": []}, {"modules": {"a": None}}, {"modules": {"a": {"details": "x"}}}])
+def test_a_record_whose_promises_cannot_be_read_does_not_promise_nothing(workspace, pruned, change):
+    record = json.loads((pruned / "compression.json").read_text())
+    (pruned / "compression.json").write_text(json.dumps({**record, **change}))
+    assert sparsity_of(workspace, pruned).outcome == "fail"

@@ -16,11 +16,11 @@ HASHES = {"config.json": "aa", "model.safetensors": "bb", "tokenizer.json": "cc"
 def outcomes(folder: Path, content: str | None) -> dict[str, tuple[str, str]]:
     if content is not None:
         (folder / "compression.json").write_text(content)
-    return {record.name: (record.outcome.value, record.summary) for record in check_record(folder, HASHES, "data-hash")}
+    return {record.name: (record.outcome.value, record.summary) for record in check_record(folder, HASHES, "d" * 64)}
 
 
 def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
-    content = {"base": {"config.json": "aa", "model.safetensors": "bb"}, "data": {"sha256": "other"}}
+    content = {"base": {"config.json": "aa", "model.safetensors": "bb"}, "data": {"sha256": "e" * 64}}
     found = outcomes(tmp_path, json.dumps(content))
     assert {outcome for outcome, _ in found.values()} == {"pass"}
 
@@ -30,9 +30,12 @@ def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
     [
         ({"base": {"model.safetensors": "xx"}}, "record.base", "fail", "model.safetensors: has another sha256 here"),
         ({"base": {"ghost.safetensors": "bb"}}, "record.base", "fail", "ghost.safetensors: is not here"),
-        ({"data": {"sha256": "data-hash"}}, "record.data", "fail", "calibrated on"),
+        ({"data": {"sha256": "d" * 64}}, "record.data", "fail", "very tokens that the model was calibrated on"),
         ({"data": None}, "record.data", "skip", "names no calibration data"),
         ({"base": {}}, "record.base", "skip", "names no base"),
+        *(({"data": {"sha256": odd}}, "record.data", "fail", "data.sha256 is no digest") for odd in (5, "", "e", ["e" * 64])),
+        ({"data": "x"}, "record.data", "fail", "data.sha256 is no digest"),
+        *(({"base": odd}, "record.base", "fail", "base is no table of digests") for odd in (5, "x", ["a"], "")),
     ],
 )
 def test_what_does_not_belong_together_is_caught(tmp_path, content, name, outcome, message):
