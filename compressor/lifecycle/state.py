@@ -242,6 +242,7 @@ class State:
         Raises:
             TargetError: another modifier has claimed one of them; nothing is claimed.
         """
+        names = tuple(names)  # a generator gives them once
         taken = [name for name in names if name in self.claims]
         if taken:
             raise TargetError(

@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from compressor.data import CalibrationData
 from compressor.data.collate import leading_tensor
@@ -199,6 +200,12 @@ class Subject:
             for batch in self.batches:
                 call(run.model, copy.deepcopy(batch))
 
+    def backward(self, run: Run) -> None:
+        """Run the model of a run over copies of all batches and back again; no gradient is kept."""
+        with torch.enable_grad():
+            for batch in self.batches:
+                gradients(run.model, call(run.model, copy.deepcopy(batch)))
+
     def life(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return the moments of a whole run in which the modifier does its work, each with the names of modules that go with it."""
         if self.trains:
@@ -252,6 +259,13 @@ def call(model: nn.Module, batch: Batch) -> Any:
     if isinstance(batch, dict):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple) else model(batch)
+
+
+def gradients(model: nn.Module, output: object) -> list[Tensor | None]:
+    """Return the gradients of the sum of all that came out, by the parameters that want one; nothing is written into them."""
+    ends = [leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return list(torch.autograd.grad(ends, wanted, allow_unused=True)) if ends and wanted else []
 
 
 def move_random_numbers() -> None:

@@ -160,19 +160,25 @@ def _nest(subject: Subject, run: CompressorRun, checked: CheckedRun) -> int:
             f"{strangers} hooks after {checked.oracle.last} were not made with register_hook, so they cannot be put to sleep",
             ["hooks"],
         )
+    # A hook of a backward is woken by a backward; any other model is spared one.
+    goes_back = any("backward" in kind for modifier in run.modifiers for _, kind in modifier.hooked_modules())
+
+    def flow() -> None:
+        (subject.backward if goes_back else subject.forward)(run)
+
     for outer, inner in pairwise((None, 0, None)):
         checked.enter_disabled(outer)
         checked.enter_disabled(inner)
-        checked.forward(lambda: subject.forward(run))
+        checked.forward(flow)
         checked.exit_disabled(1)
-        checked.forward(lambda: subject.forward(run))
+        checked.forward(flow)
         checked.exit_disabled(0)
     checked.enter_disabled(None)
     checked.enter_disabled(0)
     checked.exit_disabled(0)  # out of order, as two contexts of different owners may be left
-    checked.forward(lambda: subject.forward(run))
+    checked.forward(flow)
     checked.exit_disabled(0, ValueError("left"))
-    checked.forward(lambda: subject.forward(run))
+    checked.forward(flow)
     if not run.recorder.fired:
         raise Violation("hooks", f"after {checked.oracle.last} hooks lie on the model, and none runs after the outermost exit")
     return 1

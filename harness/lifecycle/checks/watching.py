@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.checks.registry import register
@@ -19,7 +18,7 @@ from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differences
 from harness.lifecycle.driving.probes import masked_batch
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze
-from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call
+from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call, gradients
 from harness.lifecycle.witness import Witness, flowing
 
 # A hook may wait for its second call, or for its fifth: these many batches, in evaluation and in training mode.
@@ -126,19 +125,19 @@ class _Watch:
     def _forward(self, model: nn.Module, case: _Case, sleep: AbstractContextManager[None]) -> _Forward:
         witness, batch = Witness(model), copy.deepcopy(case.batch)
         self._callers.clear()
-        gradients: list[Any] = []
+        reaching: list[Any] = []
         with sleep, _kept(model, case.training), random_numbers_kept(), torch.set_grad_enabled(self._subject.trains):
             begin_random_numbers()
             before = Snapshot(model)
             output = witness.run(lambda: call(model, batch))
             after = Snapshot(model)
             if self._subject.trains:
-                gradients = _gradients(model, output)
+                reaching = gradients(model, output)
             tensors = freeze(dict(model.state_dict()))
             drawn = [] if "random" in self._subject.tags else [freeze([*RandomState.current(foreign=False).by_device.values()])]
         self._hold_callers(model, witness)
         values = [*witness.seen, ("what the model returns", flowing(output)), ("the caller's batch", flowing(batch))]
-        values += [("the model's state dict", tensors), ("what gradients reach the parameters", freeze(gradients))]
+        values += [("the model's state dict", tensors), ("what gradients reach the parameters", freeze(reaching))]
         return _Forward([*values, ("what the caller draws next", drawn)], before.differences(after))
 
     def _hold_callers(self, model: nn.Module, witness: Witness) -> None:
@@ -191,13 +190,6 @@ def _callers_hooks(called: list[nn.Module]) -> tuple[Callable[..., None], ...]:
             called.append(module)
 
     return first, second
-
-
-def _gradients(model: nn.Module, output: object) -> list[object]:
-    """The gradients of the sum of all that came out, by the names of the parameters; nothing is written into them."""
-    ends = [leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return list(torch.autograd.grad(ends, wanted, allow_unused=True)) if ends and wanted else []
 
 
 @contextmanager

@@ -104,6 +104,12 @@ def test_a_module_is_claimed_once_and_a_refused_claim_claims_nothing() -> None:
     assert state.claims == {"0.0": "First[0]", "1": "Second[1]"}
 
 
+def test_names_from_a_generator_are_claimed_too() -> None:
+    state = State(nested())
+    state.claim((name for name in ("0.0", "1")), "First[0]")
+    assert state.claims == {"0.0": "First[0]", "1": "First[0]"}
+
+
 def test_a_refused_claim_names_three_modules_and_says_that_there_are_more() -> None:
     state = State(nested())
     state.claim(["a", "b", "c"], "First")
