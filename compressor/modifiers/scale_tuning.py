@@ -70,11 +70,15 @@ class ScaleTuningModifier(Modifier):
         self._base, self._before = None, frozenset(state.schemes)
         return True
 
-    def on_calibration_start(self, state: State, event: Event) -> None:
-        """Record what the model predicts before anything is compressed; without data there is nothing to record."""
-        del event
-        if state.data is None:
-            return
+    def check_recipe(self, state: State) -> None:
+        """Refuse a recipe that quantizes nothing before it, or something behind it; all modifiers have been initialized.
+
+        Args:
+            state: of the session, or of a plan.
+
+        Raises:
+            RecipeError: it does.
+        """
         if not state.schemes:
             raise RecipeError(
                 f"{self.label}: no modifier before it quantizes weights, so no scales can be trained; put one before it, or leave it out"
@@ -82,6 +86,13 @@ class ScaleTuningModifier(Modifier):
         late = [name for name in state.schemes if name not in self._before]
         if late:
             raise RecipeError(f"{self.label}: {late[0]} (one of {len(late)}) is quantized by a modifier behind it; let it stand last")
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """Record what the model predicts before anything is compressed; without data there is nothing to record."""
+        del event
+        if state.data is None:
+            return
+        self.check_recipe(state)
         if state.data.num_samples < 2:
             raise CalibrationError(f"{self.label}: {state.data.num_samples} sequence was given; give at least 2, of which one is held out")
         with without_modifier_hooks(state.model), evaluation_mode(state.model), Footprint(state.model):

@@ -33,7 +33,7 @@ from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained, return_freed_pages
 from compressor.pipelines.offload.activation_store import open_store
 from compressor.pipelines.offload.onload import WeightsByStretch, weights_by_stretch
-from compressor.pipelines.settings import SequentialSettings, cut_at_inputs
+from compressor.pipelines.settings import SequentialSettings, check_base_stream, cut_at_inputs
 from compressor.progress import Progress, Task
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
 from compressor.tracing.graph.nodes import one_line
@@ -245,11 +245,7 @@ def _beside(
                 "left to move to target 'base'"
             )
         return None
-    if "required" in asking and plan.engine != "graph":
-        raise TracingError(
-            f"{asking['required']}: target 'base' runs the uncompressed model beside the other, which the suspend engine cannot "
-            f"({plan.why}); leave it out, or choose what the graph engine can follow"
-        )
+    check_base_stream(session.modifiers, plan.engine, plan.why)
     return session.only_base_hooks if "required" in asking or ("wanted" in asking and runs_once) else None
 
 

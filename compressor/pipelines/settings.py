@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
@@ -10,6 +10,7 @@ from typing import get_args
 from torch import nn
 
 from compressor.errors import TargetError, TracingError
+from compressor.lifecycle import Modifier
 from compressor.model.targets import outward
 from compressor.nn.experts import Expert, UnfusedExperts
 from compressor.pipelines.offload.activation_store import check_offload_dir
@@ -105,6 +106,25 @@ class SequentialSettings:
         raise TargetError(
             f"{changed[0]}: {getattr(self, changed[0])!r} was given, but the {pipeline} pipeline traces nothing; leave it out or choose "
             'pipeline="sequential"'
+        )
+
+
+def check_base_stream(modifiers: Iterable[Modifier], engine: Engine, why: str) -> None:
+    """Refuse modifiers that need the uncompressed model beside the other where the engine cannot run it.
+
+    Args:
+        modifiers: of the run, initialized.
+        engine: that runs it; `auto` may still become either.
+        why: this engine, in a line.
+
+    Raises:
+        TracingError: one of them needs it.
+    """
+    asking = next((modifier.label for modifier in modifiers if modifier.base_stream == "required"), None)
+    if asking is not None and engine == "suspend":
+        raise TracingError(
+            f"{asking}: target 'base' runs the uncompressed model beside the other, which the suspend engine cannot ({why}); leave it out, "
+            "or choose what the graph engine can follow"
         )
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import copy
 import resource
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
@@ -42,6 +41,7 @@ from compressor.pipelines.settings import cut_at_inputs, expert_targets
 from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
+from compressor.planning.refusals import CANNOT_FOLLOW, refuse_recipe, reshaped
 from compressor.planning.stages import Beside, Setting, lay_out
 from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of, stored_bytes_of
 from compressor.recipe import Recipe, load_recipe
@@ -66,10 +66,6 @@ def resident_bytes() -> int:
         return 1024 * int(lines["VmRSS"].split()[0])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
-
-
-# What a forward raises that asks for a value nobody has here, or that needs other inputs than token ids.
-_CANNOT_FOLLOW = (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
 
 
 @runtime_checkable
@@ -105,12 +101,6 @@ class _TurningOnline(Protocol):
         """What their matrices take in a checkpoint."""
 
 
-@runtime_checkable
-class _Reshaping(Protocol):
-    def reshape(self, state: State) -> None:
-        """Take out the modules that would go."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """The resolved recipe: modules that change, linear layers that stay and why, and the cost.
@@ -130,6 +120,7 @@ class Plan:
         fit: what of it fits into the memory of the GPU that was named.
         attention: what of attention would be quantized; None where nothing would.
         unwritable: why a run that is to write a checkpoint would be refused; None where it would not.
+        untried: why not all of the recipe was held against the model; None where it was.
         conversion: what `convert` would take, with as many workers as ranks; None where the recipe or the model in memory needs a run.
     """
 
@@ -147,6 +138,7 @@ class Plan:
     fit: Fit | None = None
     attention: str | None = None
     unwritable: str | None = None
+    untried: str | None = None
     conversion: Conversion | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,6 +162,7 @@ class Plan:
             "fit": None if self.fit is None else self.fit.to_dict(),
             "attention": self.attention,
             "unwritable": self.unwritable,
+            "untried": self.untried,
             "conversion": None if self.conversion is None else self.conversion.to_dict(),
         }
 
@@ -199,6 +192,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     device = resolve_device(settings.device)
     with unfused_experts(skeleton, hold=True) as experts:
         try:
+            untried = refuse_recipe(skeleton, parsed.modifiers, chosen, settings.engine)
             speed = measure_speed(device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             on_gpu = device.type != "cpu" or device_bytes is not None
             ahead = None if in_memory else int(on_gpu)  # on a GPU the next layer is on its way
@@ -209,7 +203,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    return replace(made, ranks=settings.ranks, fit=fit, attention=attention, unwritable=unwritable)
+    return replace(made, ranks=settings.ranks, fit=fit, attention=attention, unwritable=unwritable, untried=untried)
 
 
 def _device_bytes(settings: PlanSettings) -> int | None:
@@ -240,7 +234,7 @@ def _estimated(
 ) -> Plan:
     """The plan of a run beside its costs otherwise: in one process, in the other modes, and from file to file on `device` (None: never)."""
     batches = setting.batches
-    with _reshaped(skeleton, parsed.modifiers):
+    with reshaped(skeleton, parsed.modifiers):
         follow = _Following(skeleton, batches)
         planned = _targets(skeleton, parsed.modifiers)
         made = _made(skeleton, parsed, chosen, settings, setting, follow, planned)
@@ -276,19 +270,6 @@ def _unwritable(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | Non
     except (SchemeError, ModelError) as error:
         return str(error)
     return None
-
-
-@contextmanager
-def _reshaped(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> Iterator[None]:
-    """Take out what modifiers take out of the model, and put it back."""
-    state = State(skeleton, keep_originals=True)
-    try:
-        for modifier in modifiers:
-            if isinstance(modifier, _Reshaping):
-                modifier.reshape(state)
-        yield
-    finally:
-        state.restore_originals()
 
 
 def _other_modes(parsed: Recipe, settings: PlanSettings) -> dict[str, Recipe]:
@@ -460,7 +441,7 @@ def _footprints(setting: Setting, pipeline: str, stages: Mapping[str, Sequence[T
     try:
         found = follow(layers, watched)
         return join_by_input(found) if setting.runs_once else found, follow.basis
-    except _CANNOT_FOLLOW as error:
+    except CANNOT_FOLLOW as error:
         reason = " ".join(str(error).split())[:160]
         return guess_footprints(stages, setting.batches), f"a guess from the shapes of the weights; no forward could be followed ({reason})"
 

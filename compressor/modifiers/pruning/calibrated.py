@@ -20,7 +20,6 @@ from compressor.modifiers.fallbacks import WithFallbacks
 from compressor.modifiers.own_forwards import MeanSquare
 from compressor.modifiers.pruning.magnitude import pattern_of
 from compressor.modifiers.pruning.masks import PruningModifier, weight_rows
-from compressor.nn import QuantizedLayer
 from compressor.nn.quantized_linear import is_conv1d
 
 _ANY = "0:0"  # of llm-compressor, for no pattern
@@ -195,15 +194,7 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
             error: relative squared error of the outputs.
             num_tokens: that were looked at.
             details: of the record.
-
-        Raises:
-            RecipeError: a modifier before it has quantized the module in this stage.
         """
-        if isinstance(state.model.get_submodule(name), QuantizedLayer):
-            raise RecipeError(
-                f"{self.label}: {name} is quantized by {state.claims.get(name, 'a modifier')} before it is pruned; let this one stand "
-                "before those that quantize"
-            )
         del self._pending[name]
         self._zeros[name] = int((pruned_RC == 0).sum())
         state.own_tensors(name)

@@ -27,6 +27,7 @@ from compressor.nn.experts import SortedExperts, UnfusedExperts
 from compressor.tracing.picking import excerpt
 
 _MOST = 0.05  # relative difference of a layer's output for the median token that is rounding of sums in another order
+_CHOSEN = re.compile(r"experts_per_tok|^moe_(top_?)?k$|^top_?k_experts$")  # names of settings that say how many a token goes to
 _GROUPS = re.compile(r"group")  # in the names of settings that may count groups of experts
 
 
@@ -249,6 +250,27 @@ def possible_groups(config: Any, count: ExpertCount) -> list[int]:
     return [1, *sorted(value for value in named if count.num_experts % value == 0)]
 
 
+def check_enough(model: nn.Module, count: ExpertCount) -> None:
+    """See by the config that as many experts stay as a router chooses for each token.
+
+    Args:
+        model: of transformers; not changed.
+        count: of it.
+
+    Raises:
+        ModelError: fewer stay.
+    """
+    own = vars(count.holder(model.config))
+    chosen = {name: value for name, value in own.items() if _CHOSEN.search(name) and type(value) is int and value > count.fewer}
+    for name, value in chosen.items():
+        raise ModelError(_too_few(model, count, f"{name} is {value}"))
+
+
+def _too_few(model: nn.Module, count: ExpertCount, why: str) -> str:
+    of_all = f"{count.fewer} of {count.num_experts} experts"
+    return f"{type(model).__name__}: its routers cannot choose among {of_all} ({why}); give a smaller sparsity"
+
+
 def _order(num_experts: int, groups: int, generator: torch.Generator) -> list[int]:
     size = num_experts // groups
     return [group * size + int(place) for group in range(groups) for place in torch.randperm(size, generator=generator)]
@@ -347,6 +369,7 @@ def try_routing(model: nn.Module, count: ExpertCount, batch: Batch, device: torc
     """
     size, fewer = count.num_experts // groups, count.fewer // groups
     first = [group * size + place for group in range(groups) for place in range(fewer)]
+    check_enough(model, count)
     state = State(model, keep_originals=True)
     try:
         choose_experts(state, count, dict.fromkeys(count.layers, first))
@@ -382,8 +405,5 @@ def _stray(model: nn.Module, count: ExpertCount, batch: Batch) -> list[str]:
         try:
             call_model(model, batch)
         except (RuntimeError, IndexError) as error:
-            raise ModelError(
-                f"{type(model).__name__}: its routers cannot choose among {count.fewer} of {count.num_experts} experts "
-                f"({one_line(error)}); give a smaller sparsity"
-            ) from error
+            raise ModelError(_too_few(model, count, one_line(error))) from error
     return stray

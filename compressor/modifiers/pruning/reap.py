@@ -23,6 +23,7 @@ from compressor.model.targets import check_patterns, matches
 from compressor.modifiers.own_forwards import calibration_data, run_batches
 from compressor.modifiers.pruning.expert_count import (
     ExpertCount,
+    check_enough,
     choose_experts,
     count_experts,
     expert_layers,
@@ -75,9 +76,7 @@ class REAPPruningModifier(Modifier):
 
     def on_initialize(self, state: State) -> bool:
         """Measure the experts, and leave those that stay. Changes the model."""
-        others = [*state.claims, *state.touched]
-        if others:
-            raise RecipeError(f"{self.label}: {others[0]} is changed by a modifier before it; let it stand first in the recipe")
+        self._check_first(state)
         data = calibration_data(state, self.label)
         count = self._count(state.model)
         groups = num_groups(state.model, count, data.batches[0], state.device, state.seed)
@@ -110,11 +109,23 @@ class REAPPruningModifier(Modifier):
         return True
 
     def reshape(self, state: State) -> None:
-        """Take as many experts out of a model without values as would go; which, nobody knows yet. Changes the model."""
+        """Take as many experts out of a model without values as would go; which, nobody knows yet. Changes the model.
+
+        Args:
+            state: of a plan.
+
+        Raises:
+            RecipeError: none would go, or another modifier stands before it.
+            TargetError: no layer can lose experts.
+            ModelError: fewer would stay than routers choose.
+        """
+        self._check_first(state)
         count = self._count(state.model)
         groups = possible_groups(state.model.config, count)  # which of them the routers have shows on a forward; rather too large a model
         dropped = [number for one in groups if (number := self._num_dropped(count.num_experts, one))]
         count = count_experts(state.model, count.num_experts - min(dropped))
+        check_enough(state.model, count)
+        self._to_refit(state.model, count)
         choose_experts(state, count, {layer: range(count.fewer) for layer in count.layers})
 
     def forwards_of_training(self, num_samples: int) -> float:
@@ -132,6 +143,11 @@ class REAPPruningModifier(Modifier):
         """Nothing: the same experts go again when a run is resumed."""
         del modules
         return {}
+
+    def _check_first(self, state: State) -> None:
+        others = [*state.claims, *state.touched]
+        if others:
+            raise RecipeError(f"{self.label}: {others[0]} is changed by a modifier before it; let it stand first in the recipe")
 
     def _count(self, model: nn.Module) -> ExpertCount:
         layers = expert_layers(model)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.costs import Cost, sparsegpt_cost
 from compressor.algorithms.pruning.sparsegpt import prune_sparsegpt
-from compressor.errors import NumericsError
+from compressor.errors import NumericsError, RecipeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, State
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import StageValue
@@ -103,6 +103,17 @@ class SparseGPTModifier(CalibratedPruningModifier):
             refining_steps=self.refining_steps,
             has_base_stream=has_base_stream and self.base_stream != "unused",
         )
+
+    def on_initialize(self, state: State) -> bool:
+        """Find the weights; refuse those that a modifier before it will have quantized when their stage has been calibrated."""
+        done = super().on_initialize(state)
+        first = next((name for name in self._modules if name in state.schemes), None)
+        if first is not None:
+            raise RecipeError(
+                f"{self.label}: {first} is quantized by {state.claims.get(first, 'a modifier')} before it is pruned; let this one stand "
+                "before those that quantize"
+            )
+        return done
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Look for outliers, where shares depend on them; then watch every input."""

@@ -78,15 +78,27 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
             setattr(self, name, type(self).model_fields[name].get_default(call_default_factory=True))
         return [self, rounding]
 
-    def on_calibration_start(self, state: State, event: Event) -> None:
-        """Refuse a recipe that rounds no weights; then as all that move scales."""
-        if not any(scheme.weights is not None for scheme in state.schemes.values()) and state.data is not None:
+    def check_recipe(self, state: State) -> None:
+        """Refuse a recipe that rounds no weights, or none whose ranges `clip` could narrow; all modifiers have been initialized.
+
+        Args:
+            state: of the session, or of a plan.
+
+        Raises:
+            RecipeError: it does.
+        """
+        if not any(scheme.weights is not None for scheme in state.schemes.values()):
             raise RecipeError(f"{self.label}: no modifier behind it quantizes weights, and it chooses scales for their format; add one")
         if self.clip and not state.narrowable:
             raise RecipeError(
                 f"{self.label}.clip: True was given, and no QuantizationModifier behind it rounds integers in groups or rows "
                 "with an observer that takes the whole range; leave it out"
             )
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        """As all that move scales; then narrow the ranges of layers that no scale moved into."""
+        if state.data is not None:
+            self.check_recipe(state)
         self._clippings, self._last = {}, {}
         super().on_calibration_start(state, event)
         if self.clip is not False:

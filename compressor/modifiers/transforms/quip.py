@@ -78,18 +78,18 @@ class QuIPModifier(RotatingModifier):
             raise TargetError(f"{self.label}: the weight of {shared} is tied to {tied[shared]}, which would be turned, too; ignore it")
         return True
 
-    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int]]:
+    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int, str]]:
         """All layers: their inputs, their outputs, or both.
 
         Args:
             model: with or without values; not modified.
 
         Yields:
-            Dotted name and number of channels.
+            Dotted name, number of channels, and `v` or `u`.
         """
         for name in resolve_layers(model, self.targets, self.ignore, _is_linear):
             rows, columns = weight_of(model.get_submodule(name)).shape
-            yield from ((name, columns if side == "v" else rows) for side in self.rotations)
+            yield from ((name, columns if side == "v" else rows, side) for side in self.rotations)
 
     def online_bytes(self, model: nn.Module) -> int:
         """As for all, inputs and outputs by themselves."""
@@ -110,7 +110,7 @@ class QuIPModifier(RotatingModifier):
 
     def _turns(self, state: State, side: str) -> list[Turn]:
         turns: dict[int, Turn] = {}
-        common = math.gcd(*(width for _, width in self.turned_online(state.model)))
+        common = math.gcd(*(width for _, width, _ in self.turned_online(state.model)))
         for name in self._names:
             rows, columns = weight_of(state.model.get_submodule(name)).shape
             width = columns if side == "v" else rows

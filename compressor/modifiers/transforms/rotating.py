@@ -6,6 +6,7 @@ import base64
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,6 +31,8 @@ from compressor.nn.online_rotation import OnlineRotation, online_rotations
 from compressor.tracing.picking import excerpt
 
 _MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference of logits that is rounding
+# The side of a layer on which a rotation in the forward stands, by the name of the rotation.
+SIDES: Mapping[str, str] = MappingProxyType({"R4": "input", "v": "input", "u": "output"})
 _MOST_NARROW = 0.2  # bfloat16, whose weights are all rounded a second time
 
 
@@ -157,14 +160,14 @@ class RotatingModifier(Modifier):
         self._check_size(size, width, what)
         return make_rotation(kind, size, seed=seed, keeps_mean=keeps_mean)
 
-    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int]]:
+    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int, str]]:
         """Name the layers that turn what they are handed, or give, in every forward, as far as shapes and the config say.
 
         Args:
             model: with or without values; not modified.
 
         Yields:
-            Dotted name and number of channels; a layer that turns both comes twice.
+            Dotted name, number of channels, and name of the rotation; a layer that turns both comes twice.
         """
         yield from ()
 
@@ -182,8 +185,8 @@ class RotatingModifier(Modifier):
         """
         found: dict[str, float] = {}
         turned = list(self.turned_online(model))
-        common = math.gcd(*(width for _, width in turned))
-        for name, width in turned:
+        common = math.gcd(*(width for _, width, _ in turned))
+        for name, width, _ in turned:
             size = self.transform_block_size or width
             self.check_divides(size, width, name)
             self._check_size(size, common, name)
@@ -199,7 +202,36 @@ class RotatingModifier(Modifier):
         Returns:
             Bytes.
         """
-        return bytes_of_sizes(self.transform_block_size or width for _, width in self.turned_online(model))
+        return bytes_of_sizes(self.transform_block_size or width for _, width, _ in self.turned_online(model))
+
+    def check_apart(self, state: State, before: Sequence[Modifier]) -> None:
+        """Refuse a rotation in the forward where a modifier before it has put one, as far as shapes and the config say.
+
+        Args:
+            state: of a plan; a run sees it on the layers themselves.
+            before: modifiers that stand before it.
+
+        Raises:
+            TargetError: a layer would have two on one side.
+        """
+        others = [one for one in before if isinstance(one, RotatingModifier)]
+        taken = {(name, SIDES[group]): group for one in others for name, _, group in one.turned_online(state.model)}
+        for name, _, group in self.turned_online(state.model):
+            if (name, SIDES[group]) in taken:
+                raise self.turned_twice(name, SIDES[group], taken[name, SIDES[group]])
+
+    def turned_twice(self, name: str, side: str, group: str) -> TargetError:
+        """Make the error of a layer that has a rotation already.
+
+        Args:
+            name: of the layer.
+            side: of it, input or output.
+            group: name of that rotation.
+
+        Returns:
+            The error.
+        """
+        return TargetError(f"{self.label}: the {side} of {name} is turned by {group} already; leave one of the two out")
 
     def _check_size(self, size: int, width: int | None, what: str) -> None:
         """Refuse a size without a Hadamard matrix, and name a block size that has one, if any has."""
@@ -279,7 +311,7 @@ class RotatingModifier(Modifier):
         for name, hook in hooks:
             taken = next((one.group for one in online_rotations(state.model.get_submodule(name)) if one.side == hook.side), None)
             if taken is not None:
-                raise TargetError(f"{self.label}: the {hook.side} of {name} is turned by {taken} already; leave one of the two out")
+                raise self.turned_twice(name, hook.side, taken)
         fold_and_turn(state.model, (), turns, state.own_tensors)
         for name, hook in hooks:
             state.keep_hook(hook.attach(state.model.get_submodule(name)))

@@ -108,9 +108,33 @@ class SpinQuantModifier(RotatingModifier):
             self.check_has_config(state)
         return super().on_initialize(state)
 
+    def check_recipe(self, state: State) -> None:
+        """Refuse a training without weights that will be rounded, and runs of channels that do not fill the config's hidden states.
+
+        Args:
+            state: of the session, or of a plan; all modifiers have been initialized.
+
+        Raises:
+            RecipeError: there are none, they do not, or there is no rotation of their size.
+        """
+        if self.learnable and not any(scheme.weights is not None for scheme in state.schemes.values()):
+            raise RecipeError(f"{self.label}: learnable: no modifier behind it quantizes weights, and that is learned from; add one")
+        size = getattr(text_config(getattr(state.model, "config", None)), "hidden_size", None)
+        if "R1" in self.rotations and isinstance(size, int):
+            self._check_block(size)
+
+    def _check_block(self, size: int) -> int:
+        """Return how many of `size` channels R1 turns together."""
+        block = self.transform_block_size or size
+        if size % block:
+            raise RecipeError(f"{self.label}: transform_block_size={block} does not divide the {size} channels; give one that does")
+        self._check_size(block, size, "R1")
+        return block
+
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Find what may be turned, turn it, and see that the model computes what it did. Changes the model."""
         del event
+        self.check_recipe(state)
         self._was_asked = True
         batch = self.first_batch(state)
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
@@ -145,14 +169,14 @@ class SpinQuantModifier(RotatingModifier):
         held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
         return num_samples + 9 * held_out + 3 * self.steps * self.batch_size
 
-    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int]]:
+    def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int, str]]:
         """With R4, the last layers of MLPs, told by the config's sizes: which they are, a forward of the weights says.
 
         Args:
             model: with or without values; not modified.
 
         Yields:
-            Dotted name and number of channels.
+            Dotted name, number of channels, and `R4`.
         """
         config = text_config(getattr(model, "config", None))
         given = config.to_dict() if "R4" in self.rotations and hasattr(config, "to_dict") else {}
@@ -161,7 +185,7 @@ class SpinQuantModifier(RotatingModifier):
             if is_quantizable(module) and not isinstance(module, nn.Embedding):
                 rows, columns = weight_of(module).shape
                 if columns in inner and rows == given.get("hidden_size"):
-                    yield name, columns
+                    yield name, columns, "R4"
 
     def _basis(self, state: State, batch: Batch) -> Basis:
         try:
@@ -172,10 +196,7 @@ class SpinQuantModifier(RotatingModifier):
     def _first(self, state: State, basis: Basis | None) -> list[Turn]:
         if basis is None:
             return []
-        block = self.transform_block_size or basis.size
-        if basis.size % block:
-            raise RecipeError(f"{self.label}: transform_block_size={block} does not divide the {basis.size} channels; give one that does")
-        rotation = self.rotation(block, state.seed, "R1", width=basis.size, keeps_mean=basis.keeps_mean)
+        rotation = self.rotation(self._check_block(basis.size), state.seed, "R1", width=basis.size, keeps_mean=basis.keeps_mean)
         norms = [pair.source for pair in basis.norms if not has_biases(state.model, pair.readers)]  # they keep their bias, turned
         readers = [*basis.readers, *(name for pair in basis.norms for name in pair.readers)]
         return [Turn(rotation, (*basis.writers, *norms), tuple(readers))]
@@ -214,8 +235,6 @@ class SpinQuantModifier(RotatingModifier):
     def _learned(self, state: State, basis: Basis | None, turns: Sequence[Turn]) -> list[Turn]:
         """Train the rotations; the model is as it was afterwards."""
         data = calibration_data(state, self.label)
-        if not any(scheme.weights is not None for scheme in state.schemes.values()):
-            raise RecipeError(f"{self.label}: learnable: no modifier behind it quantizes weights, and that is learned from; add one")
         if data.num_samples < 2:
             raise CalibrationError(f"{self.label}: {data.num_samples} sequence was given; give at least 2, of which one is held out")
         with Footprint(state.model):

@@ -1,0 +1,120 @@
+"""What a run would refuse of recipe and config, found without weights and data.
+
+Copies of the modifiers are initialized on a model that has shapes alone, in the order of the recipe and with the state that a run has: what
+they refuse of each other and of the model, they refuse here, in the same words. All of it is undone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from compressor.errors import CompressorError
+from compressor.lifecycle import Flags, Modifier, Session, State
+from compressor.pipelines.settings import check_base_stream
+from compressor.tracing import Engine
+
+# What a model or a modifier raises that asks for a value nobody has here, or that needs other inputs than token ids.
+CANNOT_FOLLOW = (NotImplementedError, RuntimeError, ValueError, TypeError, AttributeError, LookupError)
+
+
+@runtime_checkable
+class _Reshaping(Protocol):
+    def reshape(self, state: State) -> None:
+        """Take out the modules that would go."""
+
+
+@runtime_checkable
+class _Checking(Protocol):
+    def check_recipe(self, state: State) -> None:
+        """Refuse what its neighbours in the recipe, and the config, rule out."""
+
+
+@runtime_checkable
+class _Turning(Protocol):
+    def check_apart(self, state: State, before: Sequence[Modifier]) -> None:
+        """Refuse a rotation in the forward where another has put one."""
+
+
+@contextmanager
+def reshaped(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> Iterator[None]:
+    """Take out what modifiers take out of the model, and put it back.
+
+    Args:
+        skeleton: without values; the same afterwards.
+        modifiers: of the recipe.
+
+    Yields:
+        Nothing.
+    """
+    state = State(skeleton, keep_originals=True)
+    try:
+        for modifier in modifiers:
+            if isinstance(modifier, _Reshaping):
+                modifier.reshape(state)
+        yield
+    finally:
+        state.restore_originals()
+
+
+def refuse_recipe(skeleton: nn.Module, modifiers: Sequence[Modifier], pipeline: str, engine: Engine) -> str | None:
+    """Refuse what a run would refuse of recipe and config before any data flows.
+
+    Args:
+        skeleton: the model without values, experts taken apart; the same afterwards.
+        modifiers: of the recipe; not changed.
+        pipeline: that would run.
+        engine: of the sequential pipeline, as it was asked for.
+
+    Returns:
+        Why not all of it could be tried; None where it could.
+
+    Raises:
+        CompressorError: whatever a run would raise.
+    """
+    twins, state = [_twin(one) for one in modifiers], State(skeleton, keep_originals=True)
+    sessions: list[Session] = []
+    try:
+        for twin in twins:
+            if twin.reshapes and not isinstance(twin, _Reshaping):
+                return f"{twin.label} changes the modules of the model, and has no method reshape that says how"
+            if isinstance(twin, _Reshaping):
+                twin.reshape(state)
+                continue
+            sessions.append(Session(state, [twin]))
+            try:
+                sessions[-1].initialize()
+            except CANNOT_FOLLOW as error:
+                if isinstance(error, CompressorError):
+                    raise
+                return f"{twin.label} asks for more than shapes when it is initialized ({' '.join(str(error).split())[:160]})"
+        _refuse_together(state, twins, pipeline, engine)
+    finally:
+        for session in reversed(sessions):
+            session.abort()
+        state.restore_originals()
+    return None
+
+
+def _refuse_together(state: State, twins: Sequence[Modifier], pipeline: str, engine: Engine) -> None:
+    for place, twin in enumerate(twins):
+        if isinstance(twin, _Checking):
+            twin.check_recipe(state)
+        if isinstance(twin, _Turning):
+            twin.check_apart(state, twins[:place])
+    if pipeline == "sequential":
+        check_base_stream(twins, engine, "asked for")
+
+
+def _twin(modifier: Modifier) -> Modifier:
+    """A modifier that shares no table with the other, was never used, and does not start: what starts works on values."""
+    twin = modifier.model_copy(update={} if modifier.start is None else {"start": math.inf})
+    for held in (twin.__dict__, twin.__pydantic_private__ or {}):
+        held.update({name: copy.copy(value) for name, value in held.items() if isinstance(value, dict | list | set)})
+    twin.restore_flags(Flags())
+    return twin

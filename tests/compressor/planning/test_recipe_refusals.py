@@ -1,0 +1,152 @@
+"""What recipe and config alone rule out, a plan refuses as a run does, in the same words; and it changes nothing by looking."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import PrivateAttr
+
+from compressor import GPTQModifier, QuantizationModifier, oneshot
+from compressor.cli.main import main
+from compressor.console import Console
+from compressor.errors import CompressorError, LifecycleError
+from compressor.lifecycle import Flags, Modifier, State
+from compressor.modifiers.pruning.reap import REAPPruningModifier
+from compressor.modifiers.pruning.sparsegpt import SparseGPTModifier
+from compressor.modifiers.pruning.wanda import WandaPruningModifier
+from compressor.modifiers.transforms.quip import QuIPModifier
+from compressor.modifiers.transforms.spinquant import SpinQuantModifier
+from compressor.planning import plan, planner
+from compressor.planning.estimate import Speed
+from compressor.planning.show import show_plan
+from tests import tiny
+
+IDS = [torch.arange(8)[None] + shift for shift in range(2)]
+REST = {"ignore": ["lm_head"]}
+INTS = {"scheme": "W8A8", **REST}
+GPTQ = {"GPTQModifier": INTS}
+SHARES = {"sparsity": [0.5], **REST}
+
+
+@pytest.fixture(autouse=True)
+def speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No plan of this file times anything: 1 GFLOP/s, a microsecond for a column."""
+    monkeypatch.setattr(planner, "measure_speed", lambda device, dtype: Speed(1e9, 1e9, 1e-6, 1e-9))
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "scales of nothing": (tiny.llama, {"ScaleTuningModifier": {}}, "no scales can be trained"),
+    "scales of what comes later": (tiny.llama, {"ScaleTuningModifier": {}, **GPTQ}, "let it stand last"),
+    "AWQ alone": (tiny.llama, {"AWQModifier": {}}, "no modifier behind it quantizes weights"),
+    "nothing to narrow": (tiny.llama, {"AWQModifier": {"clip": True}, **GPTQ}, "clip: True was given"),
+    "a share for SparseGPT": (tiny.llama, {"SparseGPTModifier": SHARES}, "sparsity lists 1 shares"),
+    "a share for Wanda": (tiny.llama, {"WandaPruningModifier": SHARES}, "sparsity lists 1 shares"),
+    "too few experts": (tiny.qwen3_moe, {"REAPPruningModifier": {"sparsity": 0.9}}, r"\(num_experts_per_tok is 2\)"),
+    "experts too late": (tiny.qwen3_moe, {**GPTQ, "REAPPruningModifier": {"sparsity": 0.5}}, "let it stand first"),
+    "smoothed too late": (tiny.llama, {**GPTQ, "SmoothQuantModifier": {}}, "is quantized by a modifier before it"),
+    "turned too late": (tiny.llama, {**GPTQ, "SpinQuantModifier": {}}, "is quantized by a modifier before it"),
+    "pruned too late": (tiny.llama, {**GPTQ, "SparseGPTModifier": {"sparsity": 0.5, **REST}}, "before it is pruned"),
+    "zeros turned": (tiny.llama, {"MagnitudePruningModifier": {"final_sparsity": 0.5, **REST}, "QuIPModifier": {}}, "would fill"),
+    "blocks of R1": (tiny.llama, {"SpinQuantModifier": {"transform_block_size": 7}}, "does not divide"),
+    "learned from nothing": (tiny.llama, {"SpinQuantModifier": {"learnable": True}}, "no modifier behind it quantizes weights"),
+    "turned twice": (tiny.llama, {"SpinQuantModifier": {"rotations": ["R4"]}, "QuIPModifier": {}}, "is turned by R4 already"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_plan_refuses_what_a_run_refuses_in_its_words(what: str) -> None:
+    make, modifiers, said = REFUSED[what]
+    recipe = {"q_stage": {"q_modifiers": modifiers}}
+    with pytest.raises(CompressorError, match=said) as planned:
+        plan(make(), recipe=recipe)
+    with pytest.raises(CompressorError) as run:
+        oneshot(make(), recipe=recipe, dataset=IDS)
+    assert (type(planned.value), str(planned.value)) == (type(run.value), str(run.value))
+
+
+def test_the_base_stream_is_none_for_the_engine_that_was_asked_for() -> None:
+    recipe = [GPTQModifier(target="base", **INTS)]
+    with pytest.raises(CompressorError, match="which the suspend engine cannot") as planned:
+        plan(tiny.llama(), recipe=recipe, engine="suspend")
+    with pytest.raises(CompressorError) as run:
+        oneshot(tiny.llama(), recipe=recipe, dataset=IDS, engine="suspend")
+    assert str(planned.value) == str(run.value)
+    assert plan(tiny.llama(), recipe=[GPTQModifier(target="base", **INTS)]).modules
+
+
+def test_the_command_ends_with_1_and_shows_what_no_checkpoint_could_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny.gpt2().config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--recipe", json.dumps({"q_modifiers": {"AWQModifier": {}}})]) == 1
+    assert "compressor plan: error: AWQModifier[0]: no modifier behind it quantizes weights" in capsys.readouterr().err
+    conv = {"q_modifiers": {"GPTQModifier": {"targets": ["Conv1D"], "scheme": "W8A8"}}}
+    assert main(["plan", str(tmp_path), "--recipe", json.dumps(conv), "--num-calibration-samples", "4"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no checkpoint of this can be written: " in shown and "has no quantized form of Conv1D" in shown
+
+
+LEGAL: dict[str, list[Modifier]] = {
+    "zeros of a pass of its own": [GPTQModifier(**INTS), WandaPruningModifier(sparsity=0.5, **REST)],
+    "two sides of one layer": [SpinQuantModifier(rotations=["R1", "R4"]), QuIPModifier(rotations=["u"]), GPTQModifier(**INTS)],
+}
+
+
+@pytest.mark.parametrize("what", LEGAL)
+def test_what_a_run_takes_is_planned(what: str) -> None:
+    made = plan(tiny.llama(), recipe=copy.deepcopy(LEGAL[what]))
+    assert made.modules and made.untried is None
+    assert oneshot(tiny.llama(), recipe=copy.deepcopy(LEGAL[what]), dataset=IDS).report.modules
+
+
+def test_model_and_modifiers_are_as_they_were() -> None:
+    class Hooking(Modifier):
+        _seen: dict[str, int] = PrivateAttr(default_factory=dict)
+
+        def on_initialize(self, state: State) -> bool:
+            self._seen["times"] = 1
+            self.register_hook(state.model.get_submodule("lm_head"), lambda *args: None, "forward")
+            state.replace_module("model.norm", torch.nn.Identity())
+            return True
+
+    model = tiny.qwen3_moe()
+    before, weights = dict(model.named_modules()), {key: value.clone() for key, value in model.state_dict().items()}
+    recipe = [REAPPruningModifier(sparsity=0.5), SparseGPTModifier(sparsity=0.5, **REST), QuantizationModifier(**INTS), Hooking()]
+    made = plan(model, recipe=recipe)
+    assert made.untried is None and all(module.modifier != "Hooking" for module in made.modules)
+    assert dict(model.named_modules()) == before and not model.lm_head._forward_hooks and model.config.num_experts == 4
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    assert all(one.flags == Flags() and not one.hooked_modules() for one in recipe) and recipe[-1]._seen == {}
+
+
+def test_a_modifier_that_asks_for_values_is_planned_and_that_is_said() -> None:
+    class Looking(Modifier):
+        def on_initialize(self, state: State) -> bool:
+            return bool(state.model.lm_head.weight.any())
+
+    class Unwilling(Modifier):
+        def on_initialize(self, state: State) -> bool:
+            return False
+
+    made = plan(tiny.llama(), recipe=[Looking(), QuantizationModifier(**INTS)])
+    assert made.modules and made.untried is not None and made.to_dict()["untried"] == made.untried
+    assert made.untried.startswith("Looking[0] asks for more than shapes when it is initialized (")
+    show_plan(made, Console(file=(text := io.StringIO()), width=400))
+    assert f"not all of the recipe was held against the model: {made.untried}" in text.getvalue()
+    with pytest.raises(LifecycleError, match=r"Unwilling\[0\]: on_initialize\(\) returned False"):
+        plan(tiny.llama(), recipe=[Unwilling(), QuantizationModifier(**INTS)])
+
+
+def test_one_that_takes_modules_out_without_saying_how_is_said_too() -> None:
+    class Dropping(Modifier):
+        reshapes = True
+
+        def on_initialize(self, state: State) -> bool:
+            raise AssertionError("no plan has the data that it looks at")
+
+    made = plan(tiny.llama(), recipe=[Dropping(), QuantizationModifier(**INTS)])
+    assert made.untried == "Dropping[0] changes the modules of the model, and has no method reshape that says how"
