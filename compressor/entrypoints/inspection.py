@@ -82,6 +82,8 @@ class _Details(_Part):
 
 
 class _Module(_Part):
+    modifier: str | None = None
+    scheme: str | None = None
     error: float | None = None
     num_tokens: int | None = None
     details: _Details = _Details()

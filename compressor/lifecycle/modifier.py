@@ -329,7 +329,7 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
         """The index has reached `start`."""
 
     def on_update(self, state: State, event: Event) -> None:
-        """An event between start and end."""
+        """An event between start and end; that of the end comes here behind `on_end`, as in llm-compressor."""
 
     def on_end(self, state: State, event: Event) -> None:
         """The index has reached `end`."""

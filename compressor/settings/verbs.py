@@ -370,6 +370,9 @@ class StepSettings(Settings):
             raise UserInputError(f"save_ema: no averages of decay {self.save_ema:g} are kept (ema is {known}); name one that is in ema")
         if self.ema_warmup and not self.ema:
             raise UserInputError("ema_warmup: no averages are kept; give ema, or leave this out")
+        idle = [name for name in ("check_every", "audit_every") if getattr(self, name) != type(self).model_fields[name].default]
+        if idle and self.mode != "replay":
+            raise UserInputError(f"{idle[0]}: {getattr(self, idle[0])} is for replays, and mode is {self.mode!r}; leave one of them out")
         return self
 
     @property

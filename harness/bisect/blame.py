@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.entrypoints.inspection import read_run_record
 from compressor.errors import RecipeError
 from compressor.modifiers.registry import modifier_name
 from compressor.nn import QuantizedLayer
@@ -68,10 +69,14 @@ def who_made(module: str, folder: Path) -> dict[str, Any]:
 
     Returns:
         The fields modifier, stage, scheme and recorded_error of a Blame.
+
+    Raises:
+        ModelError: a part of the record is of another kind than a run writes.
     """
     record = read_record(folder)
     if record is None:
         return {"modifier": f"unknown: the folder holds no {RECORD_FILE} that can be read"}
+    read_run_record(folder)  # which refuses a part of another kind
     modules = record.get("modules")
     entry = modules.get(module) if isinstance(modules, Mapping) else None
     if not isinstance(entry, Mapping):

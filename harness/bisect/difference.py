@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.errors import ModelError
 from compressor.progress import Progress, SilentProgress
 from harness.bisect.models import Pair, sorted_by_first_call
 from harness.bisect.search import Measure
@@ -140,6 +141,9 @@ class Comparer:
 
         Returns:
             The parts that differ, in the order in which they first ran.
+
+        Raises:
+            ModelError: it predicts NaN.
         """
         calls: dict[str, int] = {}
         handles = [self.pair.base.get_submodule(name).register_forward_pre_hook(_noting(name, calls)) for name in self.pair.parts]
@@ -148,6 +152,9 @@ class Comparer:
         finally:
             for handle in handles:
                 handle.remove()
+        # Comparisons with NaN hold nowhere, so that any model would seem equal to such a base.
+        if any(bool(logits.log_softmax(-1)[tokens.mask].isnan().any()) for logits, tokens in zip(self._base, self.batches, strict=True)):
+            raise ModelError("the base model's predictions are not finite on this data; nothing can be compared with it")
         return sorted_by_first_call(self.pair.parts, calls)
 
     def __call__(self, names: frozenset[str]) -> float:

@@ -247,7 +247,7 @@ def _accept(settings: AcceptSettings) -> Verdict:
     history = _history(settings)
     word = history.accept(_known(history, settings.metric), settings.night, settings.reason, settings.until)
     found = judge(history.series(word.metric), history.acceptances(word.metric))
-    meant = next((one for one in found.changes if one.acceptance == word), None)
+    meant = next((one for one in reversed(found.changes) if one.acceptance == word), None)  # it may mean earlier ones, too
     level = f"the level since {meant.night}" if meant else f"a level that begins on {word.night} or before"
     print(f"{word.metric}: {level} is accepted {'until ' + word.until if word.until else 'for good'}: {word.reason}")
     if meant is not None and meant.night != word.night:

@@ -19,6 +19,7 @@ from compressor.model.folder import some
 from compressor.model.targets import matches
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from compressor.nn.attention.kv_cache import attention_modules, kv_scheme_of, quantized_parts
+from compressor.nn.experts import UnfusedExperts
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
@@ -141,11 +142,18 @@ def unquantized_linears(model: nn.Module) -> list[str]:
         model: the model, with its quantized layers in place.
 
     Returns:
-        Names of the modules that are still nn.Linear, of routers and gates that hold a matrix, and of experts that are still fused, in the
-        order of the model.
+        Names of the modules that are still nn.Linear, of routers and gates that hold a matrix, and of experts that are fused or of which
+        none is quantized, in the order of the model.
     """
-    fused = set(fused_modules(model))
-    return [name for name, module in model.named_modules() if matches(name, module, _LINEAR) or _is_router(module) or name in fused]
+    named = dict(model.named_modules())
+    apart = [name for name, module in named.items() if isinstance(module, UnfusedExperts) and not _holds_quantized(module)]
+    fused, within = {*fused_modules(model), *apart}, tuple(f"{name}." for name in apart)
+    linears = [name for name, module in named.items() if matches(name, module, _LINEAR) or _is_router(module) or name in fused]
+    return [name for name in linears if not name.startswith(within)]
+
+
+def _holds_quantized(module: nn.Module) -> bool:
+    return any(isinstance(one, QuantizedLayer) for one in module.modules())
 
 
 def _is_router(module: nn.Module) -> bool:

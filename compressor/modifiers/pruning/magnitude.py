@@ -141,8 +141,9 @@ class MagnitudePruningModifier(PruningModifier):
             raise RecipeError(f"start={self.start:g} lies before the first step, so a part of the schedule would never run; give 0 or more")
         if self.update == 0:
             raise RecipeError("update=0 is no interval; give more than 0, or leave update out: masks then follow at every batch")
-        for name, value in (("update", self.update), ("init_sparsity", self.init_sparsity)):
-            if self.start is None and value:
+        for name in ("update", "init_sparsity", "update_scheduler", "leave_enabled"):
+            value = getattr(self, name)
+            if self.start is None and value != type(self).model_fields[name].default:
                 raise RecipeError(f"{name}={value} is for training, which needs a start; give start and end, or leave {name} out")
         return self
 

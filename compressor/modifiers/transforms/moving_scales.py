@@ -26,6 +26,8 @@ from compressor.mappings.explicit import Written, resolve_written
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.evaluation import evaluation_mode
+from compressor.model.experts.format import fused_modules
+from compressor.model.folder import some
 from compressor.model.targets import check_patterns, matches
 from compressor.modifiers.own_forwards import calibration_data, show_inputs
 from compressor.nn import weight_of
@@ -157,6 +159,7 @@ class ScaleMovingModifier(Modifier):
 
     def _pairs(self, state: State) -> tuple[ScalePair, ...]:
         data = calibration_data(state, self.label)
+        self._note_fused(state)
         sources = None if self._written is None else set(self._written)
         found = find_pairs(state.model, data.batches[0], state.device, sources=sources, progress=state.progress)
         if self._written is not None:
@@ -169,6 +172,17 @@ class ScaleMovingModifier(Modifier):
         if not kept:
             raise TargetError(f"{self.label}: {self._nothing(found, pairs)}")
         return kept
+
+    def _note_fused(self, state: State) -> None:
+        """Experts are taken apart where something quantizes or prunes them; no scale moves into fused ones."""
+        fused = fused_modules(state.model)
+        if not fused:
+            return
+        remedy = "scales move into experts where a modifier behind this one quantizes or prunes them, for then they are taken apart"
+        hidden = [name for names in (self._written or {}).values() for name in names if name.startswith(tuple(f"{one}." for one in fused))]
+        if hidden:
+            raise TargetError(f"{self.label}: {hidden[0]} is one of the fused experts {fused[0]}; {remedy}, or take its mapping out")
+        state.report.notes.append(f"{self.label}: no scale moves into {some(fused)}, whose experts are fused; {remedy}")
 
     def _nothing(self, found: Mappings, pairs: Sequence[ScalePair]) -> str:
         if pairs:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
 from compressor.algorithms.smoothing import equalizing_scales, smooth_scales
@@ -40,6 +40,13 @@ class SmoothQuantModifier(ScaleMovingModifier):
         if value is not None:
             raise RecipeError("it is not done here, where all calibration data count and flow through the model; leave it out")
         return value
+
+    @model_validator(mode="after")
+    def _strength_counts(self) -> SmoothQuantModifier:
+        strength = self.smoothing_strength
+        if self.algorithm == "log_equalization" and strength != type(self).model_fields["smoothing_strength"].default:
+            raise ValueError(f"smoothing_strength={strength} counts for nothing where only activations are looked at; leave it out")
+        return self
 
     def wants(self, state: State, pair: ScalePair) -> bool:
         """Norms, whose readers' inputs are quantized; all whose readers are, where no scheme quantizes inputs."""

@@ -518,6 +518,18 @@ def test_what_was_loaded_is_saved_again_in_the_same_bytes_whatever_found_its_sca
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
 
 
+@pytest.mark.filterwarnings("ignore:transformers does not load Qwen3MoeForCausalLM with quantized keys and values")
+def test_experts_of_which_nothing_is_quantized_are_named_as_one_whether_they_are_apart_or_not(tmp_path):
+    kv = {"num_bits": 8, "type": "float"}
+    data = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(0))
+    oneshot(tiny.qwen3_moe(), recipe=recipe(None, kv_cache_scheme=kv), dataset=data, output_dir=tmp_path / "out")
+    load_compressed(tmp_path / "out").save_pretrained(tmp_path / "again")
+    ignored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["ignore"]
+    assert "model.layers.0.mlp.experts" in ignored and not any(".experts.0" in name for name in ignored)
+    for name in ("config.json", "compression.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
+
+
 @pytest.mark.parametrize(("name", "head"), [("BertForSequenceClassification", "classifier"), ("BertForMaskedLM", "re:cls.*")])
 def test_a_checkpoint_of_another_class_is_answered_with_that_class(name, head, tmp_path):
     """Also where the weights would fit, as those of a masked language model do."""

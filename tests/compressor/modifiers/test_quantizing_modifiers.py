@@ -13,7 +13,7 @@ from compressed_tensors.utils.match import match_targets
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from compressor import SmoothQuantModifier, oneshot
+from compressor import MagnitudePruningModifier, SmoothQuantModifier, oneshot
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError
 from compressor.lifecycle import EventType, Session, State
@@ -535,6 +535,8 @@ def rounding() -> QuantizationModifier:
         (lambda: [GPTQModifier(scheme="W8A8", ignore=["lm_head"], alpha=0.5)], "alpha=0.5 moves nothing, since target is 'propagated'"),
         (lambda: [GPTQModifier(**INT4, mode="fast", alpha=0.5)], "alpha=0.5 moves nothing"),
         (lambda: [SmoothQuantModifier(ignore=["nosuch"]), rounding()], "ignore 'nosuch' matches no module"),
+        (lambda: [SmoothQuantModifier(algorithm="log_equalization", smoothing_strength=0.3), rounding()], "smoothing_strength=0.3 counts"),
+        (lambda: [MagnitudePruningModifier(final_sparsity=0.5, leave_enabled=True)], "leave_enabled=True is for training"),
     ],
 )
 def test_a_setting_that_would_change_nothing_is_refused(make: Callable[[], list[Any]], said: str) -> None:

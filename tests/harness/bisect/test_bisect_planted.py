@@ -252,6 +252,23 @@ def test_bad_input_is_refused(tiny_base, tiny_compressed, tiny_tokens, tmp_path,
         swap_difference(tiny_base, tiny_compressed, ["lm_head"], [[1], [2]])
 
 
+@pytest.mark.parametrize("measure", ["kl", "loss", "sqnr"])
+def test_a_base_that_predicts_nan_is_nothing_to_compare_with(measure, spoil_copy, tiny_base, tiny_compressed, tiny_tokens, tmp_path):
+    broken = spoil_copy(tiny_base, tmp_path / "broken", lambda tensors: tensors["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(ModelError, match="the base model's predictions are not finite"):
+        bisect(broken, tiny_compressed, tiny_tokens, measure=measure, device="cpu")
+
+
+def test_a_record_with_a_part_of_another_kind_is_named(spoiled, tiny_base, tiny_tokens):
+    folder = spoiled(PLANTS["doubled scale"][1])
+    record = json.loads((folder / "compression.json").read_text())
+    for module in record["modules"].values():
+        module["error"] = "x"
+    (folder / "compression.json").write_text(json.dumps(record))
+    with pytest.raises(ModelError, match=r"compression.json: modules.*error.*; restore the file"):
+        bisect(tiny_base, folder, tiny_tokens, device="cpu")
+
+
 def test_a_layer_can_be_swapped_whole(tiny_base, tiny_compressed):
     rows = [[1, 2, 3, 4]]
     layer = swap_difference(tiny_base, tiny_compressed, ["model.layers.1"], rows)

@@ -8,6 +8,7 @@ import zipfile
 from datetime import date, timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.cli import main
@@ -59,6 +60,18 @@ def test_an_acceptance_that_means_no_change_says_so(history: Path, capsys: pytes
     assert (
         "the level since 2026-02-17 is accepted" in late and "it begins on 2026-02-17, not on 2026-02-18, the night that was named" in late
     )
+
+
+def test_the_later_of_two_levels_is_accepted_by_its_own_night(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An acceptance means what came before it, too, and is told by the level that begins on its night."""
+    path, noise = tmp_path / "steps.sqlite", np.random.default_rng(0).normal(0, 0.003, (50, 5))
+    labels = [(date(2026, 1, 1) + timedelta(days=day)).isoformat() for day in range(50)]
+    for place, label in enumerate(labels):
+        values = np.exp(noise[place]) * 1.05 ** ((place >= 30) + (place >= 45))
+        History(path).add("slower", values.tolist(), environment=current_environment(), night=label)
+    for place in (30, 45):
+        told = nightly(capsys, "accept", "slower", labels[place], "--reason", "meant", "--history", path)[1]
+        assert told == f"slower: the level since {labels[place]} is accepted for good: meant\n"
 
 
 def test_a_change_is_accepted_for_a_while(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
