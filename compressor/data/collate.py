@@ -20,23 +20,44 @@ from compressor.errors import DatasetError
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
 
+_CPU = torch.device("cpu")
 _ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 WITHOUT_PADDING = "give batches without padding: batch_size=1 makes them of rows, and those of a DataLoader you cut to their own length"
 """What to do where a mask cannot be laid on what a module is handed; holds for rows and for batches, which have no batch_size."""
-TOKENS_AT_ONCE = 2048  # tokens of a forward when nobody sets a batch size: enough to keep a CPU's matrix products efficient
+_TOKENS_AT_ONCE, _TOKENS_ON_CPU = 2048, 256
+
+
+def tokens_at_once(device: torch.device) -> int:
+    """Say how many tokens a forward takes when nobody sets a batch size.
+
+    On a CPU products are as fast with few rows, and activations of few tokens stay in its cache and in memory that is used again, where
+    those of many are mapped anew for each operator (`compressor.pipelines.memory`). A GPU is idle between small forwards.
+
+    Args:
+        device: where forwards run.
+
+    Returns:
+        At most so many, unless one row has more.
+    """
+    return _TOKENS_ON_CPU if device.type == "cpu" else _TOKENS_AT_ONCE
 
 
 def collate(
-    rows: Sequence[Tensor], batch_size: int | None, pad_id: int, counted: Sequence[Tensor | None] | None = None
+    rows: Sequence[Tensor],
+    batch_size: int | None,
+    pad_id: int,
+    counted: Sequence[Tensor | None] | None = None,
+    device: torch.device = _CPU,
 ) -> tuple[list[Batch], list[Tensor | None]]:
     """Group token rows, in order, into right-padded batches.
 
     Args:
         rows: int64 token ids, one dimension each, none empty.
-        batch_size: rows in one batch; the last batch may have fewer. None: as many equally long rows as make TOKENS_AT_ONCE, so that
-            nothing is padded.
+        batch_size: rows in one batch; the last batch may have fewer. None: as many equally long rows as make `tokens_at_once`, so
+            that nothing is padded.
         pad_id: token id that fills up short rows; masked, so its value does not matter.
         counted: for each row, bool, True for a token that statistics may count; None where all count.
+        device: where forwards will run, by which batches are as large as they are without a `batch_size`.
 
     Returns:
         The batches (`input_ids`, and `attention_mask` only where something is padded) and their token masks (bool [batch, sequence],
@@ -45,7 +66,10 @@ def collate(
     counts = iter(counted if counted is not None else [None] * len(rows))
     batches: list[Batch] = []
     masks: list[Tensor | None] = []
-    groups = _equally_long(rows) if batch_size is None else [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
+    if batch_size is None:
+        groups = _equally_long(rows, tokens_at_once(device))
+    else:
+        groups = [rows[at : at + batch_size] for at in range(0, len(rows), batch_size)]
     for group in groups:
         input_ids = nn.utils.rnn.pad_sequence(list(group), batch_first=True, padding_value=pad_id)
         lengths = torch.tensor([len(row) for row in group], dtype=torch.int64)
@@ -64,12 +88,12 @@ def _counting(real: Tensor, counted: Sequence[Tensor | None]) -> Tensor | None:
     return None if bool(mask.all()) else mask
 
 
-def _equally_long(rows: Sequence[Tensor]) -> list[Sequence[Tensor]]:
-    """Cut a list into runs of equally long rows of at most TOKENS_AT_ONCE tokens, at least one row each."""
+def _equally_long(rows: Sequence[Tensor], num_tokens: int) -> list[Sequence[Tensor]]:
+    """Cut a list into runs of equally long rows of at most so many tokens, at least one row each."""
     groups: list[Sequence[Tensor]] = []
     start = 0
     for stop in range(1, len(rows) + 1):
-        is_full = (stop - start + 1) * len(rows[start]) > TOKENS_AT_ONCE
+        is_full = (stop - start + 1) * len(rows[start]) > num_tokens
         if stop == len(rows) or is_full or len(rows[stop]) != len(rows[start]):
             groups.append(rows[start:stop])
             start = stop

@@ -25,6 +25,7 @@ from compressor.errors import DatasetError
 from compressor.numerics.part_sums import MIN_TOKENS_SHARED, NUM_PARTS
 
 DEFAULT_MAX_SEQ_LENGTH = 2048
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def load_dataset_source(
     max_positions: int | None = None,
     inputs: Collection[str] = (),
     concatenate: bool = False,
+    device: torch.device = _CPU,
 ) -> CalibrationData:
     """Read calibration data.
 
@@ -85,7 +87,7 @@ def load_dataset_source(
         num_calibration_samples: samples to take; fewer where the source ends. Of a DataLoader whole batches are taken until there are
             so many.
         max_seq_length: tokens kept of a sample; by default as many as the model takes, at most 2048.
-        batch_size: samples in a batch; a DataLoader has its own. None: equally long ones together, up to 2048 tokens.
+        batch_size: samples in a batch; a DataLoader has its own. None: equally long ones together, up to `tokens_at_once`.
         text_column: column of the text; a column `input_ids` goes before it, columns `messages` and `conversations` after it.
         shuffle: draw the samples with `seed` instead of taking the first ones.
         seed: for `shuffle`.
@@ -93,6 +95,7 @@ def load_dataset_source(
         inputs: further inputs of the model (`input_columns`); rows that hold one are refused, for they are fed as token ids alone.
         concatenate: join the samples and cut them into sequences of `max_seq_length` tokens, of which `num_calibration_samples` are
             taken; what is left at the end and fills none is left out.
+        device: where forwards will run.
 
     Returns:
         At least one batch.
@@ -128,7 +131,7 @@ def load_dataset_source(
         raise DatasetError(f"{_label(source)}: {found}; give texts or token ids")
     pad_id = getattr(tokenizer, "pad_token_id", None)
     ids, counted = [row.ids for row in rows], [row.counted for row in rows]
-    batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted)
+    batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted, device)
     num_tokens = sum(row.num_counted for row in rows)
     return CalibrationData(batches, masks, hash_rows(ids, counted), len(rows), num_tokens, num_dropped)
 

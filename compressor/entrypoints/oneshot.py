@@ -151,11 +151,11 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
         ):
             first = any(modifier.reshapes for modifier in parsed.modifiers)
             if first:  # else what the recipe says is held against the model before any data is read
-                state.data = _read(settings, loaded, words)
+                state.data = _read(settings, loaded, words, device)
             untouched = _initialize(session, experts, settings.calibrate_all_experts, place)
             sequential = replace(sequential, targets=expert_targets(loaded.model, state.claims, chosen, sequential.targets))
             if chosen != "data_free" and not first:
-                state.data = _read(settings, loaded, words)
+                state.data = _read(settings, loaded, words, device)
             data = state.data
             if data is None and settings.dataset is not None:
                 state.report.notes.append("the dataset was not read, because the data_free pipeline ran")
@@ -433,7 +433,7 @@ def _refuse_reading(settings: OneshotSettings) -> None:
             raise DatasetError(f"{name}: {value!r} was given without a dataset to read, and no modifier needs one; leave it out")
 
 
-def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words) -> CalibrationData:
+def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words, device: torch.device) -> CalibrationData:
     model, tokenizer = loaded.model, words.reader or loaded.tokenizer
     shuffle = settings.shuffle_calibration_samples
     chosen = DataSettings.of(settings)
@@ -461,6 +461,7 @@ def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words) -> Cali
         max_positions=max_positions(model),
         inputs=input_columns(model),
         concatenate=settings.concatenate_data,
+        device=device,
     )
     check_vocabulary(data, model)
     return data

@@ -188,13 +188,16 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     chosen = choose_pipeline(parsed.modifiers, settings.pipeline, settings.sequential_targets)
     skeleton, in_memory = _skeleton(model, settings), isinstance(model, nn.Module)
     length = chosen_length(settings.max_seq_length, max_positions(skeleton))
-    batches, of_all = (Batches.of(settings.num_calibration_samples, length, settings.batch_size, ranks) for ranks in (settings.ranks, 1))
     device = resolve_device(settings.device)
+    on_gpu = device.type != "cpu" or device_bytes is not None
+    forwards_on = torch.device("cuda") if on_gpu else device
+    batches, of_all = (
+        Batches.of(settings.num_calibration_samples, length, settings.batch_size, forwards_on, ranks) for ranks in (settings.ranks, 1)
+    )
     with unfused_experts(skeleton, hold=True) as experts:
         try:
             untried = refuse_recipe(skeleton, parsed.modifiers, chosen, settings.engine)
             speed = measure_speed(device, next((p.dtype for p in skeleton.parameters()), torch.float32))
-            on_gpu = device.type != "cpu" or device_bytes is not None
             ahead = None if in_memory else int(on_gpu)  # on a GPU the next layer is on its way
             suspends = settings.engine == "suspend"
             setting = Setting(bytes_of(skeleton), not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)

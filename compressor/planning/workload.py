@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 from compressor.algorithms.costs import Cost, rounding_cost
-from compressor.data.collate import TOKENS_AT_ONCE
+from compressor.data.collate import tokens_at_once
 from compressor.lifecycle import PlannedModule
 from compressor.model.targets import outward
 from compressor.numerics import QuantizationScheme
@@ -59,19 +60,20 @@ class Batches:
     ranks: int = 1
 
     @staticmethod
-    def of(num_samples: int, num_tokens: int, batch_size: int | None, ranks: int = 1) -> Batches:
+    def of(num_samples: int, num_tokens: int, batch_size: int | None, device: torch.device, ranks: int = 1) -> Batches:
         """Take as many sequences into a batch as a run would.
 
         Args:
             num_samples: sequences, of all ranks.
             num_tokens: of each.
             batch_size: what the user asked for; None leaves it to the run.
+            device: that would compute.
             ranks: processes that share them.
 
         Returns:
             The batches.
         """
-        size = batch_size or max(1, TOKENS_AT_ONCE // num_tokens)
+        size = batch_size or max(1, tokens_at_once(device) // num_tokens)
         own = -(-num_samples // ranks)
         return Batches(own, num_tokens, min(size, own), ranks)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from compressor.data.collate import TOKENS_AT_ONCE, collate
+from compressor.data.collate import collate, tokens_at_once
+from compressor.pipelines.memory import BLOCK_BYTES
 
 
 def rows(*lengths: int) -> list[torch.Tensor]:
@@ -18,8 +20,14 @@ def test_equally_long_rows_share_a_batch_in_their_order() -> None:
     assert torch.equal(torch.cat([batch["input_ids"][:, 0] for batch in batches if isinstance(batch, dict)]), torch.arange(6))
 
 
-def test_a_batch_stays_below_the_limit_and_holds_at_least_one_row() -> None:
-    batches, _ = collate(rows(*[TOKENS_AT_ONCE // 4] * 9), None, pad_id=0)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_stays_below_the_limit_and_holds_at_least_one_row(device: str) -> None:
+    limit = tokens_at_once(torch.device(device))
+    batches, _ = collate(rows(*[limit // 4] * 9), None, pad_id=0, device=torch.device(device))
     assert [len(batch["input_ids"]) for batch in batches if isinstance(batch, dict)] == [4, 4, 1]
-    batches, _ = collate(rows(TOKENS_AT_ONCE * 2, TOKENS_AT_ONCE * 2), None, pad_id=0)
+    batches, _ = collate(rows(limit * 2, limit * 2), None, pad_id=0, device=torch.device(device))
     assert len(batches) == 2
+
+
+def test_activations_of_a_small_model_on_a_cpu_stay_below_the_blocks_that_are_mapped_anew() -> None:
+    assert tokens_at_once(torch.device("cpu")) * 768 * 4 < BLOCK_BYTES <= tokens_at_once(torch.device("cuda")) * 768 * 4
