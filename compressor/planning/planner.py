@@ -190,10 +190,8 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     length = chosen_length(settings.max_seq_length, max_positions(skeleton))
     device = resolve_device(settings.device)
     on_gpu = device.type != "cpu" or device_bytes is not None
-    forwards_on = torch.device("cuda") if on_gpu else device
-    batches, of_all = (
-        Batches.of(settings.num_calibration_samples, length, settings.batch_size, forwards_on, ranks) for ranks in (settings.ranks, 1)
-    )
+    given = (settings.num_calibration_samples, length, settings.batch_size, torch.device("cuda") if on_gpu else device)
+    batches, of_all = (Batches.of(*given, ranks) for ranks in (settings.ranks, 1))
     with unfused_experts(skeleton, hold=True) as experts:
         try:
             untried = refuse_recipe(skeleton, parsed.modifiers, chosen, settings.engine)
