@@ -34,6 +34,25 @@ _LENGTH_BYTES, _HEAD_BYTES = 8, 1 << 12
 _IN_HEAD = _HEAD_BYTES - _LENGTH_BYTES
 
 
+def share_out(costs: Sequence[float], size: int) -> list[int]:
+    """Choose who solves what: the most expensive first, each for the rank that has least to do.
+
+    Args:
+        costs: of each problem.
+        size: number of ranks.
+
+    Returns:
+        The rank of each problem.
+
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the shortest time.
+    """
+    loads, owners = [0.0] * size, [0] * len(costs)
+    for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
+        owners[place] = min(range(size), key=loads.__getitem__)
+        loads[owners[place]] += costs[place]
+    return owners
+
+
 class Ranks:
     """The ranks that share a run.
 
@@ -141,7 +160,7 @@ class Ranks:
         return list(dict.fromkeys(value for own in self.gather(list(values)) for value in own))
 
     def share_out(self, costs: Sequence[float]) -> list[int]:
-        """Choose who solves what: the most expensive first, each for the rank that has least to do.
+        """Choose who solves what, as `share_out` does.
 
         Args:
             costs: of each problem.
@@ -149,11 +168,7 @@ class Ranks:
         Returns:
             The rank of each problem; the same on all ranks.
         """
-        loads, owners = [0.0] * self.size, [0] * len(costs)
-        for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
-            owners[place] = min(range(self.size), key=loads.__getitem__)
-            loads[owners[place]] += costs[place]
-        return owners
+        return share_out(costs, self.size)
 
     def solved(self, owners: Sequence[int], solve: Callable[[int], T], types: Sequence[type]) -> Iterator[T]:
         """Solve problems, each on its owner, and give the results to all.

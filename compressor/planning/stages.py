@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from compressor.algorithms.costs import FLOAT32_BYTES
+from compressor.distributed.ranks import share_out
 from compressor.model.targets import outward
 from compressor.numerics.part_sums import most_sums
 from compressor.planning.estimate import Phase, Speed, StageEstimate
@@ -298,8 +299,9 @@ class Timeline:
         speed = self._setting.speed
         summing = sum(stack.cost.flops - stack.solving_flops for stack in stacks) / speed.flops
         loads = [0.0] * self._setting.batches.ranks
-        for seconds in sorted((_solving_seconds(stack, speed) for stack in stacks), reverse=True):
-            loads[loads.index(min(loads))] += seconds
+        owners = share_out([stack.solving_flops for stack in stacks], len(loads))  # by what a run goes by
+        for stack, owner in zip(stacks, owners, strict=True):
+            loads[owner] += _solving_seconds(stack, speed)
         return forward_flops / speed.model_flops + summing + max(loads)
 
 

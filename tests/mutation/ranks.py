@@ -85,8 +85,10 @@ def _balanced(middle: Mapping[Any, int]) -> Mapping[Any, int]:
 _RANKS, _WATCH = "distributed.ranks:Ranks.", "distributed.watch:Watch."
 MUTANTS: Sequence[Mutant] = (
     _bug("parts_left_out", "the last parts of the samples are nobody's", "talk", _RANKS + "counts", "// NUM_PARTS", "// (NUM_PARTS - 1)"),
-    _bug("cheapest_first", "the cheapest problem is given out first", "talk", _RANKS + "share_out", "-costs[place]", "costs[place]"),
-    _bug("loads_forgotten", "all problems fall to one rank", "talk", _RANKS + "share_out", "+= costs[place]", "+= 0.0"),
+    _bug(
+        "cheapest_first", "the cheapest problem is given out first", "talk", "distributed.ranks:share_out", "-costs[place]", "costs[place]"
+    ),
+    _bug("loads_forgotten", "all problems fall to one rank", "talk", "distributed.ranks:share_out", "+= costs[place]", "+= 0.0"),
     _bug("own_sum_only", "sums of other ranks are left out", "talk", _RANKS + "_added", "in enumerate(held) for", "in [(0, held[0])] for"),
     _bug("sum_kept_by_owner", "a sum for all stays with its owner", "talk", _RANKS + "add_up", "if owner is None:\n", "if False:\n"),
     bug(
