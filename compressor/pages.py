@@ -22,7 +22,7 @@ from torch import Tensor
 _PAGEMAP = Path("/proc/self/pagemap")  # a word of 64 bits for each page; Linux
 _ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
-_SMALL_BYTES = 1 << 20  # of a tensor that is not worth a look
+SMALL_BYTES = 1 << 20  # of a tensor that is not worth a look
 
 
 def address_space_left(sizes: Path = Path("/proc/self/statm")) -> int:
@@ -51,7 +51,7 @@ def let_go(tensors: Iterable[Tensor]) -> None:
         tensors: any.
     """
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.nbytes >= _SMALL_BYTES and tensor.is_contiguous():
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.nbytes >= SMALL_BYTES and tensor.is_contiguous():
             for first, count in _unwritten(tensor.data_ptr(), tensor.nbytes):
                 _give_back(first * mmap.PAGESIZE, count * mmap.PAGESIZE)
 

@@ -295,13 +295,14 @@ def _run_stage(
             journal.finish_stage(session)
     return_freed_pages()
     if propagate_error:
+        # Asked again, because a modifier may have hooked other modules while it compressed these.
+        only_first = is_last and not _watched_elsewhere(session, names)
         with (
             memory_explained(model, stage.name, "propagated", names),
             _compressed_explained(session.state, names),
-            _materialized(model, (*stage.put_off, *stage.module_names)),
+            _materialized(model, () if only_first else (*stage.put_off, *stage.module_names)),  # beside the head they would be in the way
         ):
-            # Asked again, because a modifier may have hooked other modules while it compressed these.
-            stage.propagate(only_first=is_last and not _watched_elsewhere(session, names))
+            stage.propagate(only_first=only_first)
     return_freed_pages()
     if not is_finished:
         monitor, errors = session.state.monitor, session.state.report.errors(names)

@@ -59,9 +59,9 @@ class Setting:
             Bytes.
         """
         own = next((self.stretches[name] for name in outward(stage) if name in self.stretches), None)
-        ahead = self.num_ahead or 0
-        outside = self._outside if ahead or own is None else 0
-        return (self._largest if own is None else own) + ahead * self._largest + outside
+        if not self.num_ahead:  # embeddings and the head take turns with the layers
+            return max(self._largest, self._outside) if own is None else own
+        return (self._largest if own is None else own) + self.num_ahead * self._largest + self._outside
 
     @cached_property
     def _largest(self) -> int:

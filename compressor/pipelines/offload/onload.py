@@ -1,11 +1,12 @@
 """Weights at hand for one stretch of a model at a time: a stretch is a sequential target, usually a decoder layer.
 
 Whatever calls a module of a stretch (a plain forward, a recorded graph, a paused one) brings the stretch; the one before goes, unless the
-stage at work holds it. What lies in no stretch (embeddings, norms, the head), or in several, stays at hand all the time.
+stage at work holds it.
 
-On the CPU to go is to give back the pages of mapped files. For another device weights wait in main memory: a stretch is copied there by a
-thread of its own, through pinned memory and on a stream of its own where there is CUDA, while the one before computes; it leaves as it has
-become. Parameters stay the objects that they are.
+On the CPU to go is to give back the pages of mapped files; embeddings and the head take turns with the layers there. For another device
+weights wait in main memory: a stretch is copied there by a thread of its own, through pinned memory and on a stream of its own where there
+is CUDA, while the one before computes; it leaves as it has become. Parameters stay the objects that they are. What lies in no stretch
+(embeddings, norms, the head), or in several, stays there all the time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from compressor.errors import CalibrationError, TargetError
 from compressor.nn.experts import Expert
 from compressor.numerics.checksum import checksum
-from compressor.pages import let_go
+from compressor.pages import SMALL_BYTES, let_go
 from compressor.pipelines.memory import free_bytes
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
@@ -273,7 +274,7 @@ def weights_by_stretch(model: nn.Module, targets: Mapping[str, nn.Module], devic
     """
     if needs_copies(model, device):
         return OnloadedWeights(model, targets, device)
-    return WeightsByStretch(model, targets if device.type == "cpu" else ())
+    return WeightsByStretch(model, (*targets, *_heavy(model, targets)) if device.type == "cpu" else ())
 
 
 def weights_wait(model: nn.Module, device: torch.device, obstacle: str | None, asked: str | None) -> bool:
@@ -323,6 +324,13 @@ def _outside(model: nn.Module, targets: Collection[str]) -> Iterator[Tensor]:
     for module in model.modules():
         if id(module) not in inside:
             yield from (*module.parameters(recurse=False), *module.buffers(recurse=False))
+
+
+def _heavy(model: nn.Module, targets: Collection[str]) -> list[str]:
+    """Layers outside of all stretches whose weights are worth a turn of their own: beside embeddings or a head no other layer need be."""
+    inside = {id(part) for target in targets for part in model.get_submodule(target).modules()}
+    outside = {name: module for name, module in model.named_modules() if id(module) not in inside and not any(module.children())}
+    return [name for name, module in outside.items() if sum(one.nbytes for one in module.parameters()) >= SMALL_BYTES]
 
 
 def _same(own: list[Tensor], coming: _Coming) -> bool:

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from compressor import GPTQModifier, oneshot
+from compressor.nn import QuantizedLayer
 from compressor.pipelines.memory import return_freed_pages, return_large_blocks
 from compressor.pipelines.offload.activation_store import ActivationStore
+from compressor.pipelines.offload.onload import weights_by_stretch
 from compressor.tracing import trace
 from tests import tiny
 
@@ -69,6 +71,38 @@ def test_planning_leaves_no_mapped_weights_in_memory(tmp_path: Path) -> None:
     trace(model, [{"input": torch.ones(1, 1024)}], targets=["0"])
     assert _mapped_bytes("weights.safetensors") < 1_000_000
     assert all(bool(layer.weight.isfinite().all()) for layer in model) and _mapped_bytes("weights.safetensors") > 8_000_000
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the system tells no pages apart")
+def test_embeddings_and_the_head_take_turns_with_the_layers(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(1024, 1024, False), nn.Linear(1024, 1024, False), nn.Linear(1024, 1024, False)).eval()
+    save_file(model.state_dict(), tmp_path / "turns.safetensors")
+    with safe_open(tmp_path / "turns.safetensors", "pt") as weights:
+        for place, layer in enumerate(model):
+            layer.weight = nn.Parameter(weights.get_tensor(f"{place}.weight"))
+    resident = []
+    with weights_by_stretch(model, {"1": model[1]}, torch.device("cpu")):
+        for layer in model:
+            layer.register_forward_hook(lambda *_: resident.append(_mapped_bytes("turns.safetensors")))
+        model(torch.ones(1, 1024))
+    assert [round(num_bytes, -6) for num_bytes in resident] == 3 * [4_000_000]
+    assert not any(module._forward_pre_hooks for module in model)
+
+
+def test_a_last_layer_is_not_made_float_beside_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sample alone runs on, through each of its modules once."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, num_hidden_layers=2, hidden_size=32, intermediate_size=96, num_attention_heads=4)
+    ).eval()
+    kept: list[str] = []
+    materialize = QuantizedLayer.materialize
+    monkeypatch.setattr(QuantizedLayer, "materialize", lambda self: kept.append(self.where) or materialize(self))
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16, "strategy": "group"}}
+    recipe = GPTQModifier(config_groups={"group_0": group}, ignore=["lm_head"])
+    oneshot(model, recipe=recipe, dataset=torch.randint(64, (12, 8), generator=torch.Generator().manual_seed(0)), batch_size=2)
+    assert "model.layers.0.mlp.down_proj" in kept and "model.layers.1.mlp.up_proj" in kept
+    assert "model.layers.1.mlp.down_proj" not in kept
 
 
 def _resident_bytes() -> int:

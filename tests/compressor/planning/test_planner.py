@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from compressor.errors import TargetError, UserInputError
 from compressor.pipelines import settings as pipeline_settings
 from compressor.planning import Plan, plan, planner
 from compressor.planning.estimate import Speed, fit_into, measure_speed
+from compressor.planning.stages import Setting
+from compressor.planning.workload import Batches
 from tests import tiny
 
 RECIPE = {"quant_stage": {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16"}}}}
@@ -246,6 +249,14 @@ def test_where_layers_come_one_by_one_more_of_them_need_no_more_memory(folder: P
     assert many.peak_by_layers_bytes == few.peak_by_layers_bytes < few.peak_bytes
     held = make(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))).estimate
     assert held.peak_by_layers_bytes == held.peak_bytes
+
+
+def test_the_head_takes_turns_with_the_layers_but_on_a_gpu() -> None:
+    common = {"in_frames": False, "memory_bytes": None, "batches": Batches.of(4, 8, 1), "speed": Speed(1.0, 1.0, 0.0, 0.0)}
+    setting = Setting(100, keeps_float=True, num_ahead=0, stretches={"layers.0": 10, "layers.1": 20}, **common)
+    assert [setting.at_hand(stage) for stage in ("trace", "layers.0.q_proj", "layers.1")] == [70, 10, 20]
+    ahead = replace(setting, num_ahead=1)
+    assert [ahead.at_hand(stage) for stage in ("trace", "layers.0.q_proj", "layers.1")] == [110, 100, 110]
 
 
 def test_training_behind_the_stages_is_counted(folder: Path) -> None:
