@@ -16,6 +16,7 @@ from compressor.numerics.part_sums import most_sums
 from compressor.planning.estimate import Phase, Speed, StageEstimate
 from compressor.planning.footprint import Footprint
 from compressor.planning.workload import Batches, Stack, Target, group_stacks
+from compressor.tracing.footprint import COPIED_BYTES
 from compressor.tracing.targets.running import WAITING_STREAMS
 
 _UNPACKING_BYTES = 9  # of one weight element while a compressed layer is made or made float again: codes, words, float32 values
@@ -215,7 +216,9 @@ class Timeline:
             seconds = last.seconds + flops / self._setting.speed.flops
             self.stages[-1] = replace(last, flops=last.flops + flops, seconds=seconds)
 
-    def add_whole(self, name: str, stretches: Sequence[Footprint], targets: Sequence[Target], num_forwards: float) -> None:
+    def add_whole(
+        self, name: str, stretches: Sequence[Footprint], targets: Sequence[Target], num_forwards: float, copied_bytes: int = 0
+    ) -> None:
         """Add forwards of the whole model, and the compression of modules that saw them: the pipeline `basic`, or what lies in no stage.
 
         Args:
@@ -223,6 +226,7 @@ class Timeline:
             stretches: what a forward takes, from its beginning to its end.
             targets: modules that change.
             num_forwards: of a full batch.
+            copied_bytes: kept beside them.
         """
         batches = self._setting.batches
         calls = [call for stretch in stretches for call in stretch.calls]
@@ -235,7 +239,7 @@ class Timeline:
         self._add_worst(
             name,
             [
-                ("calibrate", self._weights, statistics, batches.num_bytes if stretches else 0, max(peaks, default=0)),
+                ("calibrate", self._weights, statistics, batches.num_bytes if stretches else 0, max(peaks, default=0) + copied_bytes),
                 ("compress", self._weights + made, *_compressing(stacks, batches.num_bytes if stretches else 0)),
             ],
             flops=flops + sum(stack.cost.flops for stack in stacks),
@@ -375,7 +379,8 @@ def lay_out(
     elif pipeline == "basic" or not any(stretch.name for stretch in footprints):  # no layers: the whole model is one stage
         timeline.add_whole("the model", footprints, everything, setting.batches.num_batches)
     else:
-        timeline.add_whole("trace", footprints, [], 3)  # recorded, run, and held against the plain model
+        copied = setting.model_bytes if setting.model_bytes <= COPIED_BYTES else 0
+        timeline.add_whole("trace", footprints, [], 3, copied)  # recorded, run, and held against the plain model
         _add_layers(timeline, footprints, dict(layers))
         timeline.add_whole("rest", [footprints[-1]], layers.get("", ()), setting.batches.num_batches if layers.get("") else 1)
     for name, one in beside.items():

@@ -19,6 +19,7 @@ from compressor.cli.main import main
 from compressor.errors import TargetError, UserInputError
 from compressor.pipelines import settings as pipeline_settings
 from compressor.planning import Plan, plan, planner
+from compressor.planning import stages as planning_stages
 from compressor.planning.estimate import Speed, fit_into, measure_speed
 from compressor.planning.stages import Setting
 from compressor.planning.workload import Batches
@@ -249,6 +250,14 @@ def test_where_layers_come_one_by_one_more_of_them_need_no_more_memory(folder: P
     assert many.peak_by_layers_bytes == few.peak_by_layers_bytes < few.peak_bytes
     held = make(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))).estimate
     assert held.peak_by_layers_bytes == held.peak_bytes
+
+
+def test_a_model_that_is_copied_while_it_is_traced_counts_twice_there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = make(folder).estimate
+    monkeypatch.setattr(planning_stages, "COPIED_BYTES", small.model_bytes - 1)
+    large = made(folder).estimate
+    assert small.stages[0].peak_bytes == large.stages[0].peak_bytes + small.model_bytes
+    assert [stage.peak_bytes for stage in small.stages[1:]] == [stage.peak_bytes for stage in large.stages[1:]]
 
 
 def test_the_head_takes_turns_with_the_layers_but_on_a_gpu() -> None:
