@@ -126,7 +126,8 @@ class Fit:
         holds: `everything`; `weights`, while activations wait in main memory; `layer`, while weights wait there, too; or `nothing`.
         stage: the one that needs most of it so.
         needed_bytes: of the GPU, by that stage.
-        waiting_bytes: of activations and weights in main memory, at most.
+        waiting_bytes: of activations and weights beside it, at most.
+        waiting_weights_bytes: of weights alone, in that stage.
     """
 
     device_bytes: int
@@ -134,6 +135,7 @@ class Fit:
     stage: StageEstimate
     needed_bytes: int
     waiting_bytes: int
+    waiting_weights_bytes: int
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -154,7 +156,9 @@ def fit_into(device_bytes: int, estimate: Estimate) -> Fit:
         waiting = [sum(getattr(stage, part) for part in parts) for stage in estimate.stages]
         needed = [stage.peak_bytes - away for stage, away in zip(estimate.stages, waiting, strict=True)]
         worst = needed.index(max(needed))
-        fit = Fit(device_bytes, holds, estimate.stages[worst], needed[worst], max(waiting))
+        most = estimate.stages[waiting.index(max(waiting))]
+        weights = most.away_bytes if holds == "layer" else 0
+        fit = Fit(device_bytes, holds, estimate.stages[worst], needed[worst], max(waiting), weights)
         if fit.needed_bytes <= device_bytes:
             return fit
     return replace(fit, holds="nothing")

@@ -117,6 +117,7 @@ class Plan:
         online_share: of that in the products of all linear layers.
         ranks: processes that would share the run; the estimates are those of one of them.
         alone_seconds: what one process would take, at the same speeds; None where one was asked for.
+        timed_on: kind of the device whose speed counts.
         fit: what of it fits into the memory of the GPU that was named.
         attention: what of attention would be quantized; None where nothing would.
         unwritable: why a run that is to write a checkpoint would be refused; None where it would not.
@@ -135,6 +136,7 @@ class Plan:
     online_share: float = 0.0
     ranks: int = 1
     alone_seconds: float | None = None
+    timed_on: str = "cpu"
     fit: Fit | None = None
     attention: str | None = None
     unwritable: str | None = None
@@ -159,6 +161,7 @@ class Plan:
             "online_share": self.online_share,
             "ranks": self.ranks,
             "alone_seconds": self.alone_seconds,
+            "timed_on": self.timed_on,
             "fit": None if self.fit is None else self.fit.to_dict(),
             "attention": self.attention,
             "unwritable": self.unwritable,
@@ -204,7 +207,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    return replace(made, ranks=settings.ranks, fit=fit, attention=attention, unwritable=unwritable, untried=untried)
+    return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit, attention=attention, unwritable=unwritable, untried=untried)
 
 
 def _device_bytes(settings: PlanSettings) -> int | None:

@@ -59,6 +59,7 @@ def _range_text(numbers: list[int]) -> str:
 
 
 _FROM_HERE_IN_GB = 1e10
+_WHOLE_SECONDS = 1000  # whose tenths say nothing
 _NAME_WIDTH = 14
 _SHOWN_STAGES = 12  # first and last ones together; those between are like their neighbours
 
@@ -136,7 +137,8 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
         lines.append((f"on a GPU of {_mb(plan.fit.device_bytes)} (estimate)", _fit_in_words(plan.fit)))
     if plan.conversion is not None:
         lines.append(("by compressor convert, without a forward (estimate)", _conversion_in_words(plan.conversion)))
-    return [*lines, ("time (estimate)", f"{_time(cost.seconds)}, at {speed}"), ("memory of forwards", cost.basis), *modes]
+    where = "" if plan.fit is None or plan.timed_on != "cpu" else " on the processor here, for how fast that GPU is nobody has said"
+    return [*lines, ("time (estimate)", f"{_time(cost.seconds)}, at {speed}{where}"), ("memory of forwards", cost.basis), *modes]
 
 
 _HOLDS = {
@@ -155,12 +157,21 @@ _REMEDIES = {
 def _fit_in_words(fit: Fit) -> str:
     stage, at = fit.stage, f"{_label(fit.stage.name)} at {fit.stage.phase}"
     if fit.holds != "nothing":
-        waiting = f", beside {_mb(fit.waiting_bytes)} in main memory" if fit.waiting_bytes else ""
-        return f"{_HOLDS[fit.holds]}; at most {_mb(fit.needed_bytes)}, {at}{waiting}"
+        return f"{_HOLDS[fit.holds]}; at most {_mb(fit.needed_bytes)}, {at}{_waiting_in_words(fit)}"
     parts = {name: getattr(stage, name) for name in _REMEDIES} | {"weights_bytes": stage.weights_bytes - stage.away_bytes}
     largest = max(parts, key=parts.__getitem__)
     most = f"{_mb(parts[largest])} are {largest.removesuffix('_bytes')}"
     return f"{_HOLDS[fit.holds]}: {at} needs {_mb(fit.needed_bytes)}, of which {most}; {_REMEDIES[largest]}"
+
+
+def _waiting_in_words(fit: Fit) -> str:
+    activations = f"{_mb(fit.waiting_bytes - fit.waiting_weights_bytes)} of activations in main memory"
+    if fit.waiting_weights_bytes:
+        weights = (
+            f"{_mb(fit.waiting_weights_bytes)} of weights, which until they are compressed are pages of files that ranks of a host share"
+        )
+        return f", beside {activations} and {weights}"
+    return f", beside {activations}" if fit.waiting_bytes else ""
 
 
 def _conversion_in_words(one: Conversion) -> str:
@@ -173,6 +184,10 @@ def _conversion_in_words(one: Conversion) -> str:
 def _time(seconds: float) -> str:
     """Seconds, and from an hour on hours beside them."""
     return f"{seconds:,.1f} s" + (f" ({seconds / 3600:,.1f} h)" if seconds >= 3600 else "")
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:,.1f}" if seconds < _WHOLE_SECONDS else f"{seconds:,.0f}"
 
 
 def _modules(plan: Plan) -> Iterator[Table]:
@@ -198,7 +213,7 @@ def _stages(estimate: Estimate) -> Table:
         if half <= at < len(stages) - half and len(stages) > _SHOWN_STAGES:
             continue
         parts = (stage.weights_bytes, stage.statistics_bytes, stage.activations_bytes, stage.temporaries_bytes, stage.peak_bytes)
-        table.add_row(_label(stage.name), stage.phase, *(f"{part / factor:,.1f}" for part in parts), f"{stage.seconds:,.1f}")
+        table.add_row(_label(stage.name), stage.phase, *(f"{part / factor:,.1f}" for part in parts), _short(stage.seconds))
     return table
 
 
@@ -213,7 +228,7 @@ def _label(stage: str) -> str:
 
 def _table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
     """A table without lines: at 80 columns the names need the room; those that are longer are folded, numbers never."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
     for number, (column, justify) in enumerate(columns):
         table.add_column(column, justify=justify, overflow="fold", no_wrap=justify == "right", min_width=None if number else _NAME_WIDTH)  # type: ignore[arg-type]
     return table

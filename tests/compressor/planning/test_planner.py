@@ -21,6 +21,7 @@ from compressor.pipelines import settings as pipeline_settings
 from compressor.planning import Plan, plan, planner
 from compressor.planning import stages as planning_stages
 from compressor.planning.estimate import Speed, fit_into, measure_speed
+from compressor.planning.show import estimate_lines
 from compressor.planning.stages import Setting
 from compressor.planning.workload import Batches
 from tests import tiny
@@ -135,8 +136,14 @@ def test_what_a_gpu_of_a_size_holds_is_told_to_the_byte(folder: Path, passes: st
         enough, less = (fit_into(size, made.estimate) for size in (needed, needed - 1))
         assert (enough.holds, less.holds) == (way, ways[number + 1])
         assert enough.needed_bytes == needed
+        text = dict(estimate_lines(replace(made, fit=enough)))
+        on_gpu = text[f"on a GPU of {needed / 1e6:,.1f} MB (estimate)"]
+        assert ("of weights, which until they are compressed are pages of files" in on_gpu) == (way == "layer")
+        assert text["time (estimate)"].endswith("on the processor here, for how fast that GPU is nobody has said")
+        assert not dict(estimate_lines(replace(made, fit=enough, timed_on="cuda")))["time (estimate)"].endswith("said")
     assert less.needed_bytes == needs["layer"]  # what the last way would need
-    assert less.waiting_bytes == max(stage.activations_bytes + stage.away_bytes for stage in stages)
+    waiting = max(stages, key=lambda stage: stage.activations_bytes + stage.away_bytes)
+    assert (less.waiting_bytes, less.waiting_weights_bytes) == (waiting.activations_bytes + waiting.away_bytes, waiting.away_bytes)
 
 
 @pytest.mark.parametrize(
