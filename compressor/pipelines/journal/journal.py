@@ -292,7 +292,7 @@ class Journal:
         # The file before its line: a file without a line is done again, a line without a file would be an error.
         self._append(entry)
         self._done.append(entry)
-        self._let_memory_go(session, entry)
+        self._let_memory_go(session, -1)
 
     def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
         """Write the random states behind the last stage, and the closing line."""
@@ -354,14 +354,27 @@ class Journal:
         """Read where the random generators stood behind the last stage."""
         return read_tensors(self._folder.stage_file(None), ()).random
 
+    def place(self, index: int) -> tuple[Path, list[str]]:
+        """Say where a finished stage is kept.
+
+        Args:
+            index: of the stage.
+
+        Returns:
+            The file, and the keys of the model's tensors in it.
+        """
+        entry = self._done[index]
+        return self.path / entry["file"], list(entry["tensors"])
+
     def _put_back(self, session: Session, index: int) -> None:
         put_back(session, self.kept(index))
-        self._let_memory_go(session, self._done[index])
+        self._let_memory_go(session, index)
 
-    def _let_memory_go(self, session: Session, entry: Mapping[str, Any]) -> None:
+    def _let_memory_go(self, session: Session, index: int) -> None:
         """Of a model that the caller holds nothing shall lie in files of ours."""
         if not session.state.keep_originals:
-            lay_on_file(self.path / entry["file"], session.state.model, entry["tensors"])
+            path, keys = self.place(index)
+            lay_on_file(path, session.state.model, keys)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         try:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from compressor.distributed.ranks import Ranks
 from compressor.lifecycle import Session
 from compressor.pipelines.journal.journal import Journal, KeptStage, StageJournal, note_kept_by_another, put_back
+from compressor.pipelines.journal.stage_files import lay_on_file
 from compressor.random_state import RandomState
 
 
@@ -46,7 +47,7 @@ class SharedJournal:
     def restore_all(self, session: Session) -> tuple[str, ...]:
         """Put the results of all stages in place, as the first rank reads them."""
         for index in range(self.num_resumed):
-            put_back(session, self._kept(index))
+            self._put_back(session, index)
         RandomState(self._ranks.first(lambda: self._journal().random_behind().by_device)).restore()
         return tuple(self._ranks.first(lambda: self._journal().uncalled))
 
@@ -58,11 +59,12 @@ class SharedJournal:
 
     def restore_stage(self, session: Session) -> None:
         """Put in place what the first rank reads."""
-        put_back(session, self._kept(self._index))
+        self._put_back(session, self._index)
 
     def finish_stage(self, session: Session) -> None:
         """Keep the stage on the first rank."""
         self._own.finish_stage(session)
+        self._let_memory_go(session, -1)
 
     def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
         """Note the end on the first rank."""
@@ -72,10 +74,29 @@ class SharedJournal:
         """Remove what the first rank has kept."""
         self._own.finish()
 
-    def _kept(self, index: int) -> KeptStage:
-        found: KeptStage = self._ranks.first(lambda: self._journal().kept(index), (KeptStage,))
-        return found
+    def _put_back(self, session: Session, index: int) -> None:
+        put_back(session, self._ranks.first(lambda: self._journal().kept(index), (KeptStage,)))
+        self._let_memory_go(session, index)
+
+    def _let_memory_go(self, session: Session, index: int) -> None:
+        """Where a rank sees the file that the first one has written, its model too is a look at it."""
+        if self._path is None or session.state.keep_originals:
+            return
+        name, keys, seen = self._ranks.first(lambda: self._place(index))
+        path = Path(name)
+        if path.exists() and _look(path) == seen:
+            lay_on_file(path, session.state.model, keys)
+
+    def _place(self, index: int) -> list[Any]:
+        path, keys = self._journal().place(index)
+        return [str(path), keys, _look(path)]
 
     def _journal(self) -> Journal:
         assert isinstance(self._own, Journal), "nothing was kept that could be put back"
         return self._own
+
+
+def _look(path: Path) -> list[int]:
+    """What tells one file from another of the same name, on another host."""
+    found = path.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from compressor.algorithms.hessian import Hessian
 from compressor.distributed.ranks import Ranks, joined
@@ -20,6 +21,7 @@ from compressor.entrypoints.oneshot import oneshot
 from compressor.errors import CalibrationError, CompressorError
 from compressor.lifecycle import Session
 from compressor.modifiers.gptq import GPTQModifier
+from compressor.nn import QuantizedLayer
 from compressor.numerics import QParams
 from compressor.numerics.part_sums import NUM_PARTS, PartSum
 from compressor.pipelines.journal import SharedJournal
@@ -61,7 +63,17 @@ def _rank(work: Callable[..., Any], rank: int, size: int, folder: Path, *given: 
 def compress(folder: Path, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """One run of oneshot."""
     result = oneshot(model, **{"progress": False, "output_dir": str(folder / "out"), **settings})
-    return {"output_dir": str(result.output_dir), "resumed": result.resumed, "notes": result.report.notes}
+    told = {"output_dir": str(result.output_dir), "resumed": result.resumed, "notes": result.report.notes}
+    return told | {"in_memory": _in_memory(result.model)}
+
+
+def _in_memory(model: nn.Module) -> list[str]:
+    """Tensors of compressed layers that are no looks at files of the run folder."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines() if "/stage-" in line]
+    spans = [tuple(int(end, 16) for end in line[0].split("-")) for line in lines]
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLayer)}
+    held = {f"{name}.{key}": tensor.data_ptr() for name, layer in layers.items() for key, tensor in layer.named_buffers()}
+    return [name for name, place in held.items() if not any(first <= place < last for first, last in spans)]
 
 
 def compress_otherwise(folder: Path, model: str, settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(model: Path, recipe: str, siz
     assert [result["output_dir"] for result in results] == [str(tmp_path / "ranks" / "out")] * size
     assert files(tmp_path / "ranks" / "out") == files(tmp_path / "alone")
     assert all(result["notes"] == alone.report.notes for result in results)
+    assert not any(result["in_memory"] for result in results)  # what is finished lies in the run folder, for all ranks of a host
     assert not (tmp_path / "ranks" / "out.partial-run").exists()
 
 
@@ -148,4 +149,5 @@ def test_another_number_of_ranks_goes_on_where_one_was_killed(model: Path, tmp_p
     assert codes[1] == -9 and results[0]["error"] == "RankError"
     codes, results, _ = rank_jobs.run(rank_jobs.resume, 4, tmp_path / "again", str(model), chosen, str(folder / "out"))
     assert codes == [0] * 4 and all(result["resumed"].startswith("resumed after stage 3 of ") for result in results), results
+    assert not any(result["in_memory"] for result in results)
     assert files(folder / "out") == files(tmp_path / "alone")
