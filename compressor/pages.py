@@ -23,6 +23,7 @@ _PAGEMAP = Path("/proc/self/pagemap")  # a word of 64 bits for each page; Linux
 _ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 SMALL_BYTES = 1 << 20  # of a tensor that is not worth a look
+_PIECE_BYTES = 1 << 24
 
 
 def address_space_left(sizes: Path = Path("/proc/self/statm")) -> int:
@@ -54,6 +55,20 @@ def let_go(tensors: Iterable[Tensor]) -> None:
         if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.nbytes >= SMALL_BYTES and tensor.is_contiguous():
             for first, count in _unwritten(tensor.data_ptr(), tensor.nbytes):
                 _give_back(first * mmap.PAGESIZE, count * mmap.PAGESIZE)
+
+
+def in_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Read through a tensor that may be larger than what is to be resident of it: what was read is given back before the next piece.
+
+    Args:
+        tensor: dense, on the CPU.
+
+    Yields:
+        Its bytes in order, [up to 16 MB] uint8.
+    """
+    for piece in tensor.detach().contiguous().flatten().view(torch.uint8).split(_PIECE_BYTES):
+        yield piece
+        let_go([piece])
 
 
 def _unwritten(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:

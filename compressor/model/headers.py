@@ -21,7 +21,7 @@ from torch import Tensor
 
 from compressor.errors import ModelError
 from compressor.json_text import from_json
-from compressor.pages import let_go
+from compressor.pages import in_pieces
 
 _LENGTH_BYTES, _ALIGNMENT = 8, 8
 _MAX_HEADER = 100_000_000  # as safetensors has it
@@ -177,7 +177,7 @@ def write_header(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the file that safetensors would write, tensor by tensor: of what is mapped from files no more than one is in memory.
+    """Write the file that safetensors would write, of whose tensors, where they are mapped from files, no more than a piece is in memory.
 
     Args:
         tensors: name to tensor.
@@ -194,8 +194,8 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     with path.open("r+b") as stream:
         for name, place in read_header(path).items():
             stream.seek(place.start)
-            stream.write(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-            let_go([tensors[name]])
+            for piece in in_pieces(tensors[name].cpu()):
+                stream.write(piece.numpy().data)
 
 
 @functools.cache

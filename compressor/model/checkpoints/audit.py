@@ -21,7 +21,7 @@ from compressor.nn.layer import QuantizedLayer
 from compressor.numerics.checksum import checksum
 from compressor.numerics.qparams import QParams, check_qparams
 from compressor.numerics.scheme import QuantizationScheme
-from compressor.pages import let_go
+from compressor.pages import in_pieces, let_go
 
 _SHOWN_FAULTS = 3
 
@@ -176,9 +176,10 @@ def tensor_digests(folder: Path) -> dict[str, str]:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 described = file.get_slice(name)
                 sizes = ",".join(map(str, described.get_shape()))
-                raw = file.get_tensor(name).reshape(-1).view(torch.uint8)
-                found[name] = f"{described.get_dtype()}[{sizes}] {hashlib.sha256(raw.numpy()).hexdigest()}"
-                let_go([raw])
+                digest = hashlib.sha256()
+                for piece in in_pieces(file.get_tensor(name)):
+                    digest.update(piece.numpy())
+                found[name] = f"{described.get_dtype()}[{sizes}] {digest.hexdigest()}"
     return found
 
 

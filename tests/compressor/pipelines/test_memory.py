@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from compressor import GPTQModifier, oneshot
+from compressor import GPTQModifier, oneshot, pages
+from compressor.model.checkpoints.audit import tensor_digests
+from compressor.model.headers import write_tensors
 from compressor.nn import QuantizedLayer
 from compressor.pipelines.memory import return_freed_pages, return_large_blocks
 from compressor.pipelines.offload.activation_store import ActivationStore
@@ -87,6 +90,23 @@ def test_embeddings_and_the_head_take_turns_with_the_layers(tmp_path: Path) -> N
         model(torch.ones(1, 1024))
     assert [round(num_bytes, -6) for num_bytes in resident] == 3 * [4_000_000]
     assert not any(module._forward_pre_hooks for module in model)
+
+
+@pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the system tells no pages apart")
+def test_of_a_large_tensor_that_is_written_and_hashed_a_piece_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.arange(12 << 20, dtype=torch.float32).reshape(3, -1)
+    save_file({"weight": weight}, tmp_path / "large.safetensors")
+    resident = []
+    letting = pages.let_go
+    monkeypatch.setattr(pages, "let_go", lambda tensors: resident.append(_mapped_bytes("e.safetensors")) or letting(tensors))
+    with safe_open(tmp_path / "large.safetensors", "pt") as file:
+        write_tensors({"weight": file.get_tensor("weight")}, tmp_path / "large", {})
+    (tmp_path / "again").mkdir()
+    (tmp_path / "large").rename(tmp_path / "again" / "large.safetensors")
+    digests = [tensor_digests(folder) for folder in (tmp_path, tmp_path / "again")]
+    sha256 = hashlib.sha256(weight.numpy()).hexdigest()
+    assert digests == 2 * [{"weight": f"F32[3,{4 << 20}] {sha256}"}]
+    assert len(resident) == 9 and max(resident) < 20_000_000
 
 
 def test_a_last_layer_is_not_made_float_beside_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
