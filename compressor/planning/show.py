@@ -59,7 +59,7 @@ def _range_text(numbers: list[int]) -> str:
 
 
 _FROM_HERE_IN_GB = 1e10
-_WHOLE_SECONDS = 1000  # whose tenths say nothing
+_WHOLE = 1000  # of what is larger tenths say nothing
 _NAME_WIDTH = 14
 _SHOWN_STAGES = 12  # first and last ones together; those between are like their neighbours
 
@@ -152,6 +152,7 @@ _REMEDIES = {
     "statistics_bytes": "name smaller --sequential-targets, so that fewer sums live at a time",
     "temporaries_bytes": "take a smaller --batch-size or --max-seq-length",
 }
+_SOLVER = "take --mode fast where there are modes, or leave its widest modules out (ignore)"
 
 
 def _fit_in_words(fit: Fit) -> str:
@@ -161,7 +162,8 @@ def _fit_in_words(fit: Fit) -> str:
     parts = {name: getattr(stage, name) for name in _REMEDIES} | {"weights_bytes": stage.weights_bytes - stage.away_bytes}
     largest = max(parts, key=parts.__getitem__)
     most = f"{_mb(parts[largest])} are {largest.removesuffix('_bytes')}"
-    return f"{_HOLDS[fit.holds]}: {at} needs {_mb(fit.needed_bytes)}, of which {most}; {_REMEDIES[largest]}"
+    remedy = _SOLVER if stage.phase == "compress" and largest != "weights_bytes" else _REMEDIES[largest]
+    return f"{_HOLDS[fit.holds]}: {at} needs {_mb(fit.needed_bytes)}, of which {most}; {remedy}"
 
 
 def _waiting_in_words(fit: Fit) -> str:
@@ -186,8 +188,12 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.1f} s" + (f" ({seconds / 3600:,.1f} h)" if seconds >= 3600 else "")
 
 
-def _short(seconds: float) -> str:
-    return f"{seconds:,.1f}" if seconds < _WHOLE_SECONDS else f"{seconds:,.0f}"
+def _unit(num_bytes: int) -> tuple[str, float]:
+    return ("GB", 1e9) if num_bytes >= _FROM_HERE_IN_GB else ("MB", 1e6)
+
+
+def _short(number: float) -> str:
+    return f"{number:,.1f}" if number < _WHOLE else f"{number:,.0f}"
 
 
 def _modules(plan: Plan) -> Iterator[Table]:
@@ -195,15 +201,18 @@ def _modules(plan: Plan) -> Iterator[Table]:
     kinds = dict.fromkeys((module.modifier, module.scheme or "") for module in plan.modules)
     for modifier, scheme in kinds:
         chosen = [module for module in plan.modules if (module.modifier, module.scheme or "") == (modifier, scheme)]
-        table = _table(f"{modifier}: {scheme}" if scheme else modifier, _MODULE_COLUMNS)
+        unit, factor = _unit(plan.estimate.peak_bytes)
+        table = _table(
+            f"{modifier}: {scheme}" if scheme else modifier, [(unit if name == "MB" else name, side) for name, side in _MODULE_COLUMNS]
+        )
         for name, modules in join_alike(chosen, lambda module: tuple(str(module.details[key]) for key in _MODULE_DETAILS)):
             sizes = (sum(float(module.details[key]) for module in modules) for key in _MODULE_DETAILS[1:])
-            table.add_row(name, str(len(modules)), str(modules[0].details["shape"]), *(f"{size / 1e6:,.2f}" for size in sizes))
+            table.add_row(name, str(len(modules)), str(modules[0].details["shape"]), *(f"{size / factor:,.2f}" for size in sizes))
         yield table
 
 
 def _stages(estimate: Estimate) -> Table:
-    unit, factor = ("GB", 1e9) if estimate.peak_bytes >= _FROM_HERE_IN_GB else ("MB", 1e6)
+    unit, factor = _unit(estimate.peak_bytes)
     table = _table(f"Peak memory by stage in {unit} (estimate)", _STAGE_COLUMNS)
     stages = estimate.stages
     half = _SHOWN_STAGES // 2
@@ -213,7 +222,7 @@ def _stages(estimate: Estimate) -> Table:
         if half <= at < len(stages) - half and len(stages) > _SHOWN_STAGES:
             continue
         parts = (stage.weights_bytes, stage.statistics_bytes, stage.activations_bytes, stage.temporaries_bytes, stage.peak_bytes)
-        table.add_row(_label(stage.name), stage.phase, *(f"{part / factor:,.1f}" for part in parts), _short(stage.seconds))
+        table.add_row(_label(stage.name), stage.phase, *(_short(part / factor) for part in parts), _short(stage.seconds))
     return table
 
 

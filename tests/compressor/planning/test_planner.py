@@ -162,6 +162,15 @@ def test_the_command_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["fit"]["device_bytes"] == int(memory[:-2]) * 10 ** (9 if "GB" in memory else 6)
 
 
+def test_what_a_solver_lacks_no_smaller_batch_gives(folder: Path) -> None:
+    made_ = make(folder)
+    stage = replace(made_.estimate.stages[1], phase="compress", temporaries_bytes=10**9)
+    fit = fit_into(1, replace(made_.estimate, stages=[stage]))
+    assert dict(estimate_lines(replace(made_, fit=fit)))["on a GPU of 0.0 MB (estimate)"].endswith(
+        "or leave its widest modules out (ignore)"
+    )
+
+
 UNWRITABLE: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a layer without a quantized form": (
         tiny.config("gpt2", n_embd=128, n_layer=1, n_head=2, architectures=["GPT2LMHeadModel"]),
