@@ -178,7 +178,7 @@ def tensor_digests(folder: Path) -> dict[str, str]:
                 sizes = ",".join(map(str, described.get_shape()))
                 digest = hashlib.sha256()
                 for piece in in_pieces(file.get_tensor(name)):
-                    digest.update(piece.numpy())
+                    digest.update(piece.numpy().data)
                 found[name] = f"{described.get_dtype()}[{sizes}] {digest.hexdigest()}"
     return found
 
