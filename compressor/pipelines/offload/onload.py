@@ -25,7 +25,7 @@ from compressor.errors import CalibrationError, TargetError
 from compressor.nn.experts import Expert
 from compressor.numerics.checksum import checksum
 from compressor.pages import SMALL_BYTES, let_go
-from compressor.pipelines.memory import free_bytes
+from compressor.pipelines.memory import free_bytes, return_freed_pages
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 FREE_SHARE = 0.5  # of the device's free memory, that weights may take as a whole: activations and solvers need the rest
@@ -131,6 +131,8 @@ class WeightsByStretch:
 
     def _send_back(self, target: str) -> None:
         let_go(_tensors(self._model.get_submodule(target)))
+        if not self._held:  # no stage is at work, which would do so at its end: the proof leaves activations of all layers on the heap
+            return_freed_pages()
 
 
 class _Lent(NamedTuple):

@@ -92,6 +92,25 @@ def test_embeddings_and_the_head_take_turns_with_the_layers(tmp_path: Path) -> N
     assert not any(module._forward_pre_hooks for module in model)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
+def test_what_a_layer_leaves_on_the_heap_while_a_model_is_traced_goes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of activations that are too small for blocks of their own the heap keeps what lies between blocks that live on."""
+    model, kept, after = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), [], []
+
+    def work(*_: object) -> None:
+        after.append(_resident_bytes())
+        larger = 50_000 + 8_000 * len(after)  # than what the layer before has left: it finds no room between the others
+        blocks = [torch.ones(size // 4) for _ in range(400) for size in (larger, 4_000)]
+        kept.extend(blocks[1::2])
+
+    with weights_by_stretch(model, {str(place): layer for place, layer in enumerate(model)}, torch.device("cpu")):
+        for layer in model:
+            layer.register_forward_hook(work)
+        model(torch.ones(8))
+        model(torch.ones(8))
+    assert after[-1] - after[1] < 22_000_000  # 33 MB where nothing is given back, and 10 MB that six layers have kept
+
+
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="the system tells no pages apart")
 def test_of_a_large_tensor_that_is_written_and_hashed_a_piece_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.arange(12 << 20, dtype=torch.float32).reshape(3, -1)
