@@ -131,9 +131,7 @@ def test_of_a_large_tensor_that_is_written_and_hashed_a_piece_is_in_memory(tmp_p
 def test_a_last_layer_is_not_made_float_beside_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sample alone runs on, through each of its modules once."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, num_hidden_layers=2, hidden_size=32, intermediate_size=96, num_attention_heads=4)
-    ).eval()
+    model = tiny.llama(intermediate_size=96)
     kept: list[str] = []
     materialize = QuantizedLayer.materialize
     monkeypatch.setattr(QuantizedLayer, "materialize", lambda self: kept.append(self.where) or materialize(self))

@@ -277,7 +277,12 @@ def test_a_model_that_is_copied_while_it_is_traced_counts_twice_there(folder: Pa
 
 
 def test_the_head_takes_turns_with_the_layers_but_on_a_gpu() -> None:
-    common = {"in_frames": False, "memory_bytes": None, "batches": Batches.of(4, 8, 1), "speed": Speed(1.0, 1.0, 0.0, 0.0)}
+    common = {
+        "in_frames": False,
+        "memory_bytes": None,
+        "batches": Batches.of(4, 8, 1, torch.device("cpu")),
+        "speed": Speed(1.0, 1.0, 0.0, 0.0),
+    }
     setting = Setting(100, keeps_float=True, num_ahead=0, stretches={"layers.0": 10, "layers.1": 20}, **common)
     assert [setting.at_hand(stage) for stage in ("trace", "layers.0.q_proj", "layers.1")] == [70, 10, 20]
     ahead = replace(setting, num_ahead=1)
