@@ -166,6 +166,20 @@ def checkpoint(subject: Transform, context: CheckContext) -> str:
     return f"{', '.join(subject.architectures)}, and tied weights"
 
 
+@register(None, "repeats", "A second call makes the same weights of an equal model, whatever seed the caller has", kind="transform")
+def repeats(subject: Transform, context: CheckContext) -> str:
+    """Transform two equal models of the first architecture; each call finds another seed of the caller's."""
+    first, second = (build(subject.architectures[0], seed=context.seed) for _ in range(2))
+    _apply(subject, first, context)
+    _apply(subject, second, context)
+    weights, again = first.state_dict(), second.state_dict()
+    shared = weights.keys() & again.keys()
+    differing = sorted((weights.keys() ^ again.keys()) | {name for name in shared if not torch.equal(weights[name], again[name])})
+    if differing:
+        raise CheckFailed(f"{len(differing)} of {len(weights)} tensors are others after a second call; first: {differing[0]}", differing)
+    return f"{len(weights)} tensors, twice"
+
+
 @register(35, "not_vacuous", "The targeted weights did change, each of them", kind="transform")
 def not_vacuous(subject: Transform, context: CheckContext) -> str:
     """Compare parameters by name on every architecture."""

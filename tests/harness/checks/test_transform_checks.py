@@ -109,3 +109,20 @@ def test_weights_are_turned_on_both_sides_by_rotations_of_their_own(seeds, said)
 def test_a_planted_bug_of_the_family_is_killed_by_a_check(bug):
     family = find_family("transforms")
     assert fate_of(family, family.mutants[bug]).killed_by
+
+
+@pytest.mark.parametrize("how", ["seed", "calls", "fixed"])
+def test_what_hangs_on_the_callers_seed_or_on_earlier_calls_is_told(how):
+    calls = []
+
+    def scale(model, batches):
+        calls.append(len(batches))
+        factor = {"seed": 2.0 + torch.initial_seed() % 2, "calls": 2.0 ** len(calls), "fixed": 2.0}[how]
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.mul_(factor)
+            layer.mlp.down_proj.weight.div_(factor)
+
+    subject = InPlaceTransform(scale, ["*.up_proj.weight", "*.down_proj.weight"], architectures=("llama",))
+    (record,) = check(subject, checks=["transform.repeats"]).records
+    assert record.outcome is (Outcome.PASS if how == "fixed" else Outcome.FAIL), record.summary
+    assert how == "fixed" or "others after a second call" in record.summary
