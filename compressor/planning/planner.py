@@ -197,7 +197,6 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     batches, of_all = (Batches.of(*given, ranks) for ranks in (settings.ranks, 1))
     with unfused_experts(skeleton, hold=True) as experts:
         try:
-            untried = refuse_recipe(skeleton, parsed.modifiers, chosen, settings.engine)
             speed = measure_speed(device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             ahead = None if in_memory else int(on_gpu)  # on a GPU the next layer is on its way
             suspends = settings.engine == "suspend"
@@ -207,7 +206,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit, attention=attention, unwritable=unwritable, untried=untried)
+    return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit, attention=attention, unwritable=unwritable)
 
 
 def _device_bytes(settings: PlanSettings) -> int | None:
@@ -239,6 +238,7 @@ def _estimated(
     """The plan of a run beside its costs otherwise: in one process, in the other modes, and from file to file on `device` (None: never)."""
     batches = setting.batches
     with reshaped(skeleton, parsed.modifiers):
+        untried = refuse_recipe(skeleton, parsed.modifiers, chosen, settings.engine)
         follow = _Following(skeleton, batches)
         planned = _targets(skeleton, parsed.modifiers)
         made = _made(skeleton, parsed, chosen, settings, setting, follow, planned)
@@ -256,7 +256,7 @@ def _estimated(
         if device is not None:
             changed, written = list(planned[0].values()), made.estimate.checkpoint_bytes
             conversion = estimate_conversion(skeleton, parsed, changed, written, settings.ranks, device)
-    return replace(made, modes=modes, alone_seconds=alone, conversion=conversion)
+    return replace(made, modes=modes, alone_seconds=alone, conversion=conversion, untried=untried)
 
 
 def _attention(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None:

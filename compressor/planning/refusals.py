@@ -28,6 +28,9 @@ class _Reshaping(Protocol):
     def reshape(self, state: State) -> None:
         """Take out the modules that would go."""
 
+    def check_first(self, state: State) -> None:
+        """Refuse to come behind another modifier."""
+
 
 @runtime_checkable
 class _Checking(Protocol):
@@ -66,7 +69,7 @@ def refuse_recipe(skeleton: nn.Module, modifiers: Sequence[Modifier], pipeline: 
     """Refuse what a run would refuse of recipe and config before any data flows.
 
     Args:
-        skeleton: the model without values, experts taken apart; the same afterwards.
+        skeleton: the model without values, experts taken apart and `reshaped`; the same afterwards.
         modifiers: of the recipe; not changed.
         pipeline: that would run.
         engine: of the sequential pipeline, as it was asked for.
@@ -84,7 +87,7 @@ def refuse_recipe(skeleton: nn.Module, modifiers: Sequence[Modifier], pipeline: 
             if twin.reshapes and not isinstance(twin, _Reshaping):
                 return f"{twin.label} changes the modules of the model, and has no method reshape that says how"
             if isinstance(twin, _Reshaping):
-                twin.reshape(state)
+                twin.check_first(state)
                 continue
             sessions.append(Session(state, [twin]))
             try:

@@ -76,7 +76,7 @@ class REAPPruningModifier(Modifier):
 
     def on_initialize(self, state: State) -> bool:
         """Measure the experts, and leave those that stay. Changes the model."""
-        self._check_first(state)
+        self.check_first(state)
         data = calibration_data(state, self.label)
         count = self._count(state.model)
         groups = num_groups(state.model, count, data.batches[0], state.device, state.seed)
@@ -115,11 +115,10 @@ class REAPPruningModifier(Modifier):
             state: of a plan.
 
         Raises:
-            RecipeError: none would go, or another modifier stands before it.
+            RecipeError: none would go.
             TargetError: no layer can lose experts.
             ModelError: fewer would stay than routers choose.
         """
-        self._check_first(state)
         count = self._count(state.model)
         groups = possible_groups(state.model.config, count)  # which of them the routers have shows on a forward; rather too large a model
         dropped = [number for one in groups if (number := self._num_dropped(count.num_experts, one))]
@@ -144,7 +143,15 @@ class REAPPruningModifier(Modifier):
         del modules
         return {}
 
-    def _check_first(self, state: State) -> None:
+    def check_first(self, state: State) -> None:
+        """Refuse to come behind a modifier that changes something.
+
+        Args:
+            state: of the session, or of a plan.
+
+        Raises:
+            RecipeError: one does.
+        """
         others = [*state.claims, *state.touched]
         if others:
             raise RecipeError(f"{self.label}: {others[0]} is changed by a modifier before it; let it stand first in the recipe")
