@@ -188,7 +188,7 @@ def _time(seconds: float) -> str:
     return f"{seconds:,.1f} s" + (f" ({seconds / 3600:,.1f} h)" if seconds >= 3600 else "")
 
 
-def _unit(num_bytes: int) -> tuple[str, float]:
+def _unit_of(num_bytes: int) -> tuple[str, float]:
     return ("GB", 1e9) if num_bytes >= _FROM_HERE_IN_GB else ("MB", 1e6)
 
 
@@ -201,7 +201,7 @@ def _modules(plan: Plan) -> Iterator[Table]:
     kinds = dict.fromkeys((module.modifier, module.scheme or "") for module in plan.modules)
     for modifier, scheme in kinds:
         chosen = [module for module in plan.modules if (module.modifier, module.scheme or "") == (modifier, scheme)]
-        unit, factor = _unit(plan.estimate.peak_bytes)
+        unit, factor = _unit_of(plan.estimate.peak_bytes)
         table = _table(
             f"{modifier}: {scheme}" if scheme else modifier, [(unit if name == "MB" else name, side) for name, side in _MODULE_COLUMNS]
         )
@@ -212,7 +212,7 @@ def _modules(plan: Plan) -> Iterator[Table]:
 
 
 def _stages(estimate: Estimate) -> Table:
-    unit, factor = _unit(estimate.peak_bytes)
+    unit, factor = _unit_of(estimate.peak_bytes)
     table = _table(f"Peak memory by stage in {unit} (estimate)", _STAGE_COLUMNS)
     stages = estimate.stages
     half = _SHOWN_STAGES // 2

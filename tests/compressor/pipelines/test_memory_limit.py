@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests import tiny
 
 LAYERS = 8
 _SHAPE = {"hidden_size": 512, "intermediate_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 2048}
@@ -44,8 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A small model of one layer, and a larger one of many."""
     made = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("model")
     for folder, layers in zip(made, (1, LAYERS), strict=True):
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **_SHAPE)).save_pretrained(folder)
+        tiny.llama(num_hidden_layers=layers, **_SHAPE).save_pretrained(folder)
     return made
 
 

@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedConfig
 
 from compressor import oneshot, plan
 from compressor.distributed import ranks
 from compressor.planning import planner, stages
 from compressor.planning.estimate import Speed
+from tests import tiny
 
 RECIPE = {"quant_modifiers": {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W4A16", "mode": "fast"}}}
-_LAYER = {"num_hidden_layers": 2, "num_attention_heads": 32, "vocab_size": 32000, "dtype": "bfloat16"}
-DENSE = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, architectures=["LlamaForCausalLM"], **_LAYER)
-EXPERTS = Qwen3MoeConfig(
+_LAYER = {"num_hidden_layers": 2, "num_attention_heads": 32, "vocab_size": 32000, "dtype": "bfloat16", "max_position_embeddings": 2048}
+DENSE = tiny.config("llama", hidden_size=4096, intermediate_size=14336, num_key_value_heads=8, architectures=["LlamaForCausalLM"], **_LAYER)
+EXPERTS = tiny.config(
+    "qwen3_moe",
     hidden_size=2048,
     intermediate_size=6144,
     moe_intermediate_size=768,
@@ -50,9 +52,7 @@ def test_eight_ranks_are_six_and_a_half_times_as_fast(
 
 def test_a_run_shares_solvers_out_by_the_costs_of_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = {"hidden_size": 32, "intermediate_size": 96, "moe_intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Qwen3MoeConfig(vocab_size=64, num_hidden_layers=1, num_experts=4, num_experts_per_tok=4, head_dim=8, **size)
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    tiny.qwen3_moe(num_hidden_layers=1, num_experts_per_tok=4, **size).save_pretrained(tmp_path)
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16, "strategy": "group"}}
     common: dict[str, Any] = {"recipe": {"quant_modifiers": {"GPTQModifier": {"config_groups": {"0": group}, "ignore": ["lm_head"]}}}}
     common |= {"max_seq_length": 8, "passes": "two"}
