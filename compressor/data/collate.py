@@ -24,14 +24,14 @@ _CPU = torch.device("cpu")
 _ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 WITHOUT_PADDING = "give batches without padding: batch_size=1 makes them of rows, and those of a DataLoader you cut to their own length"
 """What to do where a mask cannot be laid on what a module is handed; holds for rows and for batches, which have no batch_size."""
-_TOKENS_AT_ONCE, _TOKENS_ON_CPU = 2048, 256
+_TOKENS_AT_ONCE, _TOKENS_ON_CPU = 2048, 512
 
 
 def tokens_at_once(device: torch.device) -> int:
     """Say how many tokens a forward takes when nobody sets a batch size.
 
-    On a CPU products are as fast with few rows, and activations of few tokens stay in its cache and in memory that is used again, where
-    those of many are mapped anew for each operator (`compressor.pipelines.memory`). A GPU is idle between small forwards.
+    On a CPU products are as fast with some hundred rows, and activations of few tokens stay in its cache and in memory that is used
+    again, where those of many are mapped anew for each operator (`compressor.pipelines.memory`). A GPU is idle between small forwards.
 
     Args:
         device: where forwards run.

@@ -30,4 +30,5 @@ def test_a_batch_stays_below_the_limit_and_holds_at_least_one_row(device: str) -
 
 
 def test_activations_of_a_small_model_on_a_cpu_stay_below_the_blocks_that_are_mapped_anew() -> None:
-    assert tokens_at_once(torch.device("cpu")) * 768 * 4 < BLOCK_BYTES <= tokens_at_once(torch.device("cuda")) * 768 * 4
+    width = 384 * 4  # of float32, as MiniLM has it
+    assert tokens_at_once(torch.device("cpu")) * width < BLOCK_BYTES <= tokens_at_once(torch.device("cuda")) * width
