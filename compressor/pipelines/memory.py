@@ -85,7 +85,7 @@ def _group_bytes(folder: Path, files: _GroupFiles) -> int:
 # Activations then come from the heap, which cannot shrink beneath a block that lives on. Naming the size stops that; it was a third of a
 # run's memory.
 _M_MMAP_THRESHOLD = -3  # of malloc.h
-BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 20
 _CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -98,7 +98,7 @@ def return_large_blocks() -> bool:
     if any(os.environ.get(name) for name in _CHOSEN_BY_USER):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, BLOCK_BYTES))
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _BLOCK_BYTES))
 
 
 def return_freed_pages() -> None:
