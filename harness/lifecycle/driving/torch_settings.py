@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -38,6 +39,12 @@ def _is_of_torch(allowed: Any) -> bool:
     return getattr(allowed, "__module__", "").split(".")[0] == "torch"
 
 
+def _checks_of_distributions() -> bool:
+    """Whether they are on; once something was compiled they are off, which is torch's doing and nobody's setting."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return Distribution._validate_args or (dynamo is not None and dynamo.TorchPatcher.patch.cache_info().currsize > 0)
+
+
 _cuda, _future, _processes, _files = torch.backends.cuda, torch.__future__, torch.multiprocessing, torch.serialization
 TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
     {
@@ -64,7 +71,7 @@ TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = M
         "cache of autocast": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         "filling of new memory": attribute(deterministic, "fill_uninitialized_memory"),
         "warning each time": (torch.is_warn_always_enabled, torch.set_warn_always),
-        "checks of distributions": (lambda: Distribution._validate_args, Distribution.set_default_validate_args),
+        "checks of distributions": (_checks_of_distributions, Distribution.set_default_validate_args),
         "checks of sparse tensors": (check_sparse_tensor_invariants.is_enabled, _set_sparse_checks),
         "overwriting of converted parameters": (
             _future.get_overwrite_module_params_on_conversion,

@@ -180,7 +180,7 @@ class SaturatesForMany(Int8):
 WRONG: dict[str, tuple[type[Int8], str, str]] = {
     "a square weight": (Square, "layer.product", "weight [32, 32]"),
     "no bias for one output": (NoBiasForOneOutput, "layer.product", "an input of [130, 1031]"),
-    "one column": (where(lambda self, x: self.codes.shape[1] == 1), "layer.product", "weight [7, 1]"),
+    "one column": (where(lambda self, x: self.codes.shape[1] == 1), "layer.product", "an input of [130, 1]"),
     "one row and one column": (where(lambda self, x: self.codes.numel() == 1), "layer.product", "weight [1, 1]"),
     "one token": (where(lambda self, x: x.dim() == 2 and len(x) == 1), "layer.product", "an input of [1, 37]"),
     "one step": (where(lambda self, x: x.dim() == 3 and x.shape[1] == 1 and len(x) > 1), "layer.product", "an input of [3, 1, 37]"),
