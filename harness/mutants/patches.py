@@ -9,7 +9,7 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, Protocol
@@ -122,8 +122,11 @@ class Mutant:
         """
         with ExitStack() as stack:
             for patch in self.patches:
-                stack.enter_context(_in_place(patch))
+                stack.enter_context(self._plant(patch))
             yield
+
+    def _plant(self, patch: Patch) -> AbstractContextManager[None]:
+        return _in_place(patch)
 
 
 @contextmanager
@@ -144,33 +147,14 @@ def _in_place(patch: Patch) -> Iterator[None]:
 class CodeMutant(Mutant):
     """A planted bug in functions that other modules import by name."""
 
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        """Plant the bug for a while. Changes the functions themselves, of this process and in every thread.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            HarnessError: the code has changed, so that the patch does not fit.
-        """
-        with ExitStack() as stack:
-            for patch in self.patches:
-                stack.enter_context(_exchanged(patch))
-            yield
+    def _plant(self, patch: Patch) -> AbstractContextManager[None]:
+        return _exchanged(patch) if isinstance(patch, Edit) else _in_place(patch)
 
 
 @contextmanager
-def _exchanged(patch: Patch) -> Iterator[None]:
+def _exchanged(patch: Edit) -> Iterator[None]:
     place = resolve(patch.where, "function or table", error=HarnessError)
     current = place.stored
-    if not isinstance(patch, Edit):
-        setattr(place.owner, place.name, patch.make(current))
-        try:
-            yield
-        finally:
-            setattr(place.owner, place.name, current)
-        return
     function = _function(current)
     right = function.__code__
     function.__code__ = _function(patch.make(current)).__code__

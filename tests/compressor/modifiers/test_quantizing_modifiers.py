@@ -556,3 +556,12 @@ def test_a_setting_that_changed_nothing_is_noted(recipe: list[Any], said: str) -
     chosen = {"propagate_error": False} if "propagate" in said else {}
     report = oneshot(tiny.llama(), recipe=recipe, dataset=torch.randint(64, (4, 8)), **chosen).report
     assert [note for note in report.notes if said in note], report.notes
+
+
+def test_experts_that_stay_fused_are_named_where_scales_move() -> None:
+    """Nothing quantizes or prunes them, so that they are not taken apart, and no scale can move into them."""
+    notes = oneshot(tiny.qwen3_moe(), recipe=SmoothQuantModifier(), dataset=torch.randint(64, (4, 8))).report.notes
+    assert any("no scale moves into model.layers.0.mlp.experts" in note and "whose experts are fused" in note for note in notes), notes
+    recipe = [SmoothQuantModifier(), QuantizationModifier(scheme="W8A8", ignore=["lm_head"])]
+    notes = oneshot(tiny.qwen3_moe(), recipe=recipe, dataset=torch.randint(64, (64, 16))).report.notes
+    assert not any("are fused" in note for note in notes)
