@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -81,16 +82,19 @@ def _group_bytes(folder: Path, files: _GroupFiles) -> int:
     return max(0, int(limit) - used)
 
 
-# The allocator of glibc raises the size from which on it maps blocks of their own each time such a block is freed, up to 32 MB.
-# Activations then come from the heap, which cannot shrink beneath a block that lives on. Naming the size stops that; it was a third of a
-# run's memory.
-_M_MMAP_THRESHOLD = -3  # of malloc.h
-_BLOCK_BYTES = 1 << 20
-_CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+# The allocator of glibc raises the size from which on it maps blocks of their own each time such a block is freed, up to 32 MB, and what
+# it keeps at the end of the heap with it; or, where the first is named, gives back all beyond 128 KB. The one keeps a third of a run's
+# memory, the other costs a third of its time in page faults, where activations are as large as a forward of 1024 tokens makes them.
+# Named are both. What lives on from stage to stage is not in the heap (see `compressor.pipelines.offload.block_pool`), but a few bytes of a
+# small object are enough to keep a freed activation from being used again or given back, so what is free there is bounded as well.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_MAPPED_BYTES, _FREED_BYTES = 8 << 20, 16 << 20
+_SETTINGS = {_M_MMAP_THRESHOLD: _MAPPED_BYTES, _M_TRIM_THRESHOLD: _FREED_BYTES}
+_CHOSEN_BY_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
 
 
-def return_large_blocks() -> bool:
-    """Have blocks of 1 MB and more mapped by themselves, for the rest of the process.
+def bound_heap() -> bool:
+    """Have blocks of 8 MB and more mapped by themselves, and smaller ones used again, for the rest of the process.
 
     Returns:
         Whether that was done: not where the user has set up the allocator, nor with an allocator that has no such setting.
@@ -98,7 +102,7 @@ def return_large_blocks() -> bool:
     if any(os.environ.get(name) for name in _CHOSEN_BY_USER):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _BLOCK_BYTES))
+    return mallopt is not None and all(mallopt(which, size) for which, size in _SETTINGS.items())
 
 
 def return_freed_pages() -> None:
@@ -106,6 +110,35 @@ def return_freed_pages() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
+
+
+_STATUS = Path("/proc/self/statm")  # in pages: the second number what is resident, the third what of it are files
+
+
+class FreedMemory:
+    """Gives back what was freed within the heap each time that it may have become more than 16 MB. Linux; elsewhere it does nothing."""
+
+    def __init__(self) -> None:
+        """Start from what the process has now."""
+        self._least = self._own_bytes(0)
+
+    def bound(self, kept_bytes: int) -> None:
+        """Look at the memory of the process, which takes some 20 us.
+
+        Args:
+            kept_bytes: what of it is known to be in use.
+        """
+        now = self._own_bytes(kept_bytes)
+        if now - self._least > _FREED_BYTES:
+            return_freed_pages()
+            now = self._least = self._own_bytes(kept_bytes)
+        self._least = min(self._least, now)
+
+    def _own_bytes(self, kept_bytes: int) -> int:
+        if not _STATUS.exists():
+            return 0
+        _, resident, files, *_ = (int(pages) for pages in _STATUS.read_text(encoding="ascii").split())
+        return (resident - files) * mmap.PAGESIZE - kept_bytes
 
 
 # When memory runs out: in which stage, at what, what the stage holds, and what can be done about it.

@@ -10,7 +10,7 @@ from compressor.errors import DatasetError, RecipeError
 from compressor.lifecycle import CalibrationNeed, Modifier, Session
 from compressor.pipelines import basic, data_free, sequential
 from compressor.pipelines.journal import StageJournal
-from compressor.pipelines.memory import return_large_blocks
+from compressor.pipelines.memory import bound_heap
 from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress
 
@@ -74,8 +74,8 @@ def run_pipeline(
     choose_pipeline((), name)
     settings = settings or SequentialSettings()
     settings.refuse_without_use(name)
-    # Activations and the layers of a large model come and go in blocks; what is freed must not stay in the heap.
-    return_large_blocks()
+    # Activations and the layers of a large model come and go in blocks: the heap must neither keep nor lose them all.
+    bound_heap()
     if name == "data_free":
         data_free.run(session, progress=progress)
     elif data is None:

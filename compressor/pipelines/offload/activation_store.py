@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import OutputError, UserInputError
-from compressor.pipelines.memory import free_bytes
+from compressor.pipelines.memory import FreedMemory, free_bytes
 from compressor.pipelines.offload.block_pool import SMALL_BYTES, Block, BlockPool, Coming, Place
 from compressor.pipelines.offload.tensor_skeleton import put_together, take_apart
 from compressor.settings.kinds import parse_bytes
@@ -78,6 +78,7 @@ class ActivationStore:
         Raises:
             OutputError: the folder cannot be written.
         """
+        self._freed = FreedMemory()
         self._pool = BlockPool(device, device_budget_bytes, host_budget_bytes, disk_dir)
         self._by_reference = by_reference
         self._samples: dict[int, _Sample] = {}
@@ -145,6 +146,7 @@ class ActivationStore:
             KeyError: nothing was put for this sample.
             CalibrationError: what was written to disk does not read back.
         """
+        self._freed.bound(self._pool.used["device"] + self._pool.used["host"])
         kept = self._samples[sample]
         coming = self._coming.pop(sample, None)
         fetched = self._fetch(kept) if coming is None else coming.result()

@@ -6,6 +6,7 @@ alone: moving the oldest away, as caches do, would move every block in every rou
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 import zlib
@@ -13,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -141,6 +143,7 @@ class ScratchFile:
 
 Place = Literal["device", "host", "disk"]
 SMALL_BYTES = 4096  # what is smaller stays where it is, whatever the budgets say: a file access costs more than it frees
+_OWN_PAGES_BYTES = 1 << 17  # from here on blocks in main memory leave the heap, which could not shrink beneath them
 
 
 class Block:
@@ -198,12 +201,14 @@ class BlockPool:
         self._is_cuda = is_cuda
         self._stream = torch.cuda.Stream(device) if is_cuda else None
         self._scratch = None if disk_dir is None else ScratchFile(disk_dir)
+        self._pages: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # by address
 
     def keep(self, data: Tensor, label: str) -> Block:
         """Find a place for bytes.
 
         Args:
-            data: uint8 [num_bytes], contiguous; kept as it is where its own device has room, so nobody may write to it any more.
+            data: uint8 [num_bytes], contiguous; kept as it is where a GPU has room, so nobody may write to it any more. In main memory
+                a large one is copied out of the heap.
             label: whose bytes these are, for errors only.
 
         Returns:
@@ -217,7 +222,7 @@ class BlockPool:
             assert self._scratch is not None
             block.extent = self._scratch.write(data if data.device.type == "cpu" else data.cpu(), label)
         elif block.place == self._own_place(data.device):
-            block.data = data
+            block.data = self._on_own_pages(data) if data.device.type == "cpu" and data.numel() >= _OWN_PAGES_BYTES else data
         else:
             block.data, block.copied = self._to_host(data)
         self.used[block.place] += block.num_bytes
@@ -295,6 +300,18 @@ class BlockPool:
             f"activation_memory: {label} needs {num_bytes:,} bytes more than its budget ({budgets or 'none'}) holds; raise "
             "activation_memory, name an offload_dir for the rest, or take fewer or shorter samples"
         )
+
+    def _on_own_pages(self, data: Tensor) -> Tensor:
+        """Copy bytes to pages that go back to the system with them, unless they lie on such pages already.
+
+        Forwards then make and free their tensors in a heap where nothing stays, without new pages for each.
+        """
+        if data.data_ptr() in self._pages:
+            return data
+        pages = mmap.mmap(-1, data.numel(), access=mmap.ACCESS_COPY)
+        copied = torch.frombuffer(pages, dtype=torch.uint8).copy_(data)
+        self._pages[copied.data_ptr()] = pages
+        return copied
 
     def _to_host(self, data: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         assert self._stream is not None

@@ -18,22 +18,22 @@ from compressor import GPTQModifier, oneshot, pages
 from compressor.model.checkpoints.audit import tensor_digests
 from compressor.model.headers import write_tensors
 from compressor.nn import QuantizedLayer
-from compressor.pipelines.memory import return_freed_pages, return_large_blocks
+from compressor.pipelines.memory import bound_heap, return_freed_pages
 from compressor.pipelines.offload.activation_store import ActivationStore
 from compressor.pipelines.offload.onload import weights_by_stretch
 from compressor.tracing import trace
 from tests import tiny
 
-# Blocks of 2 MB, each with a small one behind it that lives on: without a fixed size the heap keeps them all.
+# Blocks of 9 MB, each with a small one behind it that lives on: without a fixed size the heap keeps them all.
 _CHURN = """
 import sys, torch
-from compressor.pipelines.memory import return_large_blocks
+from compressor.pipelines.memory import bound_heap
 if sys.argv[1] == "fixed":
-    assert return_large_blocks()
-torch.empty(16 << 20, dtype=torch.uint8).fill_(1)  # freed, and from now on glibc takes blocks up to 16 MB from the heap
+    assert bound_heap()
+torch.empty(30 << 20, dtype=torch.uint8).fill_(1)  # freed, and from now on glibc takes blocks up to 30 MB from the heap
 large, small = [], []
-for _ in range(64):
-    large.append(torch.empty(2 << 20, dtype=torch.uint8).fill_(1))
+for _ in range(16):
+    large.append(torch.empty(9 << 20, dtype=torch.uint8).fill_(1))
     small.append(torch.empty(20000, dtype=torch.uint8).fill_(1))
 del large
 print(int(open("/proc/self/statm").read().split()[1]) * 4096)
@@ -154,10 +154,39 @@ def _mapped_bytes(file: str) -> int:
     return sum(int(line.split()[1]) * 1024 for line in rss)
 
 
-@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"])
+# Forwards that free blocks of 3 MB, each with a small one behind it that lives on.
+_FORWARDS = """
+import torch
+from pathlib import Path
+from compressor.pipelines.memory import FreedMemory, bound_heap
+assert bound_heap()
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+freed, start, most, small = FreedMemory(), resident(), 0, []
+for _ in range(30):
+    large = []
+    for _ in range(4):
+        large.append(torch.empty(3 << 20, dtype=torch.uint8).fill_(1))
+        small.append(torch.empty(20000, dtype=torch.uint8).fill_(1))
+    most = max(most, resident() - start)
+    del large
+    freed.bound(0)
+print(most)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the allocator of glibc")
+def test_what_forwards_free_between_blocks_that_live_on_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run([sys.executable, "-c", _FORWARDS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < (12 + 16 + 12) << 20, "a forward, what may be free, and the next forward"
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_an_allocator_that_the_user_set_up_is_left_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "4194304")
-    assert not return_large_blocks()
+    assert not bound_heap()
 
 
 @pytest.mark.parametrize(("target", "num_wide"), [("propagated", 4), ("base", 0)])

@@ -253,6 +253,17 @@ def test_the_budget_decides_where_a_sample_lies_and_what_fits_stays(tmp_path: Pa
             assert torch.equal(store.get(sample)["x"], filled(100, 100, seed=sample))
 
 
+def test_what_waits_in_main_memory_leaves_the_heap_once() -> None:
+    large, small = torch.arange(1 << 18), torch.arange(1 << 10)
+    with ActivationStore(torch.device("cpu"), 1 << 30) as store:
+        store.put(0, {"large": large, "small": small})
+        first = store.get(0)
+        store.put(0, first)
+        again = store.get(0)
+    assert torch.equal(again["large"], large) and first["large"].data_ptr() != large.data_ptr(), "copied to pages of its own"
+    assert again["large"].data_ptr() == first["large"].data_ptr() and again["small"].data_ptr() == small.data_ptr(), "nothing to gain"
+
+
 def test_without_a_folder_too_small_a_budget_is_an_error_that_names_the_remedies() -> None:
     with ActivationStore(CPU, 50_000) as store:
         store.put(0, {"x": filled(100, 100)})
