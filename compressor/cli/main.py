@@ -233,11 +233,12 @@ def _run_recipe(args: argparse.Namespace) -> int:
     if args.recipe_verb == "schema":
         print(to_json(recipe_schema()), end="")
         return EXIT_OK
-    print(load_recipe(args.recipe, args=args.recipe_args).dump(), end="")
+    recipe = load_recipe(args.recipe, args=args.recipe_args)
+    print(recipe.dump(), end="")
     if args.model is not None:
-        from compressor.planning import plan
+        from compressor.planning import plan_recipe
 
-        _print_plan(plan(args.model, recipe=args.recipe, recipe_args=args.recipe_args))
+        _print_plan(plan_recipe(args.model, recipe, PlanSettings(recipe=args.recipe, recipe_args=args.recipe_args)))
     return EXIT_OK
 
 

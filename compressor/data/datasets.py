@@ -105,7 +105,7 @@ def load_dataset_source(
             message names it.
     """
     length = chosen_length(max_seq_length, max_positions)
-    _check_positive(num_calibration_samples=num_calibration_samples, batch_size=1 if batch_size is None else batch_size)
+    check_positive(num_calibration_samples=num_calibration_samples, batch_size=batch_size)
     if isinstance(source, DataLoader):
         if shuffle:
             raise DatasetError("dataset: a DataLoader decides its own order; set shuffle in the loader, not here")
@@ -224,15 +224,23 @@ def chosen_length(max_seq_length: int | None, max_positions: int | None) -> int:
     """
     if max_seq_length is None:
         return min(DEFAULT_MAX_SEQ_LENGTH, max_positions or DEFAULT_MAX_SEQ_LENGTH)
-    _check_positive(max_seq_length=max_seq_length)
+    check_positive(max_seq_length=max_seq_length)
     if max_positions is not None and max_seq_length > max_positions:
         raise DatasetError(f"max_seq_length: {max_seq_length} is more than the model takes; give at most {max_positions}")
     return max_seq_length
 
 
-def _check_positive(**counts: int) -> None:
+def check_positive(**counts: int | None) -> None:
+    """Refuse numbers of samples, tokens or sequences below one.
+
+    Args:
+        **counts: by the names of the settings; None where one is left to the run.
+
+    Raises:
+        DatasetError: names the setting.
+    """
     for name, count in counts.items():
-        if count < 1:
+        if count is not None and count < 1:
             raise DatasetError(f"{name}: {count} is not positive; give at least 1")
 
 

@@ -33,7 +33,7 @@ from compressor.data import (
 )
 from compressor.distributed.ranks import Ranks, joined
 from compressor.errors import DatasetError, ModelError, RecipeError, UserInputError
-from compressor.lifecycle import Flags, Modifier, Report, Session, State
+from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoints.audit import Content, check_unclaimed, check_values, contents
 from compressor.model.checkpoints.save import save_checkpoint, saved_state
 from compressor.model.class_readers import buffer_notes, check_readable, module_notes, reading_notes
@@ -127,11 +127,11 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     place = check_places(settings.output_dir, settings.run_dir, resume=settings.resume, source=source)
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode, stage=settings.stage)
     words = _words(settings)
+    unread = parsed.check_oneshot(ranks.size)
     chosen = _choose(parsed, settings, sequential)
-    _refuse_unshared(parsed, ranks)
     config_dir = _config_dir(settings)
     loaded = _load(model, settings, config_dir)
-    notes = list(loaded.notes)
+    notes = [*loaded.notes, *unread]
     words = _with_origin(words, settings, loaded, notes)
     device = _place(loaded, settings, _all_layers_at_once(parsed, chosen))
     base = base_hashes(loaded.source_dir if ranks.is_first else None)
@@ -139,7 +139,8 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     identity = model_identity(loaded, base, words.saved) if ranks.is_first or loaded.source_dir is None else {}
     untied = () if settings.tie_word_embeddings else untie(loaded)
     monitor.end_phase("load")
-    state = State(loaded.model, device, settings.seed, Report(notes=[*notes, *untied]), keep_originals=loaded.from_memory)
+    report, kept = Report(notes=[*notes, *untied]), loaded.from_memory
+    state = State(loaded.model, device, settings.seed, report, has_steps=False, keep_originals=kept)
     state.progress, state.monitor, state.ranks, ranks.device = bars, monitor, ranks, state.device
     with ExitStack() as held:
         told = {"model": str(source or type(model).__name__), "recipe": parsed.dump()}
@@ -322,16 +323,6 @@ def _result(
     )
 
 
-def _refuse_unshared(recipe: Recipe, ranks: Ranks) -> None:
-    """Refuse a modifier that would see the samples of one rank and take them for all."""
-    unable = [one for one in recipe.modifiers if one.across_ranks is None and one.calibration_need != "none"]
-    if unable and ranks.size > 1:
-        raise RecipeError(
-            f"{unable[0].label}: learns from calibration data in a way that {ranks.size} ranks cannot share; run it in one process (a "
-            "modifier of your own says by `across_ranks` that it can)"
-        )
-
-
 def _check_changes(state: State, recipe: Recipe, base: Mapping[str, Content]) -> None:
     """Refuse a model of which something has changed that nobody was to change, or of which nothing has changed at all."""
     check_unclaimed(state.model, base, state.claims.keys() | state.touched)
@@ -350,14 +341,7 @@ def _choose(recipe: Recipe, settings: OneshotSettings, sequential: SequentialSet
     share = settings.min_tokens_per_module
     if share is not None and not 0 < share <= 1:
         raise DatasetError(f"min_tokens_per_module: {share} is no share of the tokens; give more than 0 and at most 1")
-    for modifier in recipe.modifiers:
-        if modifier.flags != Flags():
-            raise RecipeError(f"{modifier.label}: it was used in an earlier run, and remembers it; make a new one")
-        times = [f"{name}={getattr(modifier, name)}" for name in ("start", "end", "update") if getattr(modifier, name) is not None]
-        if times and type(modifier).on_start is Modifier.on_start:
-            raise RecipeError(f"{modifier.label}: {times[0]} is for training, in which it takes no part; leave it out")
-    chosen = choose_pipeline(recipe.modifiers, settings.pipeline, settings.sequential_targets)
-    sequential.refuse_without_use(chosen)
+    chosen = choose_pipeline(recipe.modifiers, settings.pipeline, sequential)
     if chosen != "data_free" and dataset is None:
         raise DatasetError(f"oneshot: no dataset was given, and the {chosen} pipeline needs one; pass dataset=")
     if dataset is None:

@@ -165,6 +165,23 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
             SchemeError: of modifiers that quantize.
         """
 
+    def check_oneshot(self) -> list[str]:
+        """Look at settings that count the steps of a training, for a run in one shot, which has none; called before it, and by its plan.
+
+        Returns:
+            What a user must know of those that then change nothing, a sentence each.
+
+        Raises:
+            RecipeError: they ask for what is not done without steps.
+        """
+        times = [f"{name}={getattr(self, name)}" for name in ("start", "end", "update") if getattr(self, name) is not None]
+        if times and type(self).on_start is Modifier.on_start:
+            raise RecipeError(f"{self.label}: {times[0]} is for training, in which it takes no part; leave it out")
+        return [
+            f"{self.label}: {', '.join(times)} {'count' if times[1:] else 'counts'} in a training, and here there is none"
+            for _ in times[:1]
+        ]
+
     def parts(self) -> list[Modifier]:
         """Say which modifiers do what it asks for; a recipe puts them in its place. May change it.
 

@@ -141,6 +141,7 @@ class State:
         sample_parts: in which part of all samples each sample of that batch is (PartSum); None for those that another process counts.
         has_base_stream: True where every batch runs through the model as it was before compression, too.
         base_stream: True while a batch runs through the model as it was before compression, for modifiers that compare the two.
+        has_steps: False where no step of a training will come, so that nothing is to be made ready for one.
         keep_originals: keep replaced modules, so that an abort can put them back.
         originals: replaced modules by dotted name, in the order of replacement.
         swapped: names of the originals that are kept in any case, see `swap_module`.
@@ -176,6 +177,7 @@ class State:
     sample_parts: tuple[int | None, ...] = (0,)
     has_base_stream: bool = False
     base_stream: bool = False
+    has_steps: bool = True
     keep_originals: bool = False
     originals: dict[str, nn.Module] = field(default_factory=dict)
     swapped: set[str] = field(default_factory=set)

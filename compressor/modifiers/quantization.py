@@ -56,6 +56,17 @@ class TrainingModifier(SchemeModifier):
             raise RecipeError("kv_cache_scheme: queries, keys and values are calibrated, not trained; give them to a modifier of their own")
         return self
 
+    def trains(self, state: State) -> bool:
+        """Say whether layers are to be trained with their rounding.
+
+        Args:
+            state: of the session.
+
+        Returns:
+            True where there is a start, and steps will come.
+        """
+        return self.start is not None and state.has_steps
+
     def plan_key(self) -> Hashable:
         """Return what a step computes with: floats, scales that follow the weights, or stored ones."""
         if not self._layers:
@@ -71,7 +82,7 @@ class TrainingModifier(SchemeModifier):
         """Resolve targets, and refuse what training cannot have."""
         self._layers, self._fixed, self._trained = {}, False, False
         done = super().on_initialize(state)
-        for name, scheme in self._schemes.items() if self.start is not None else ():
+        for name, scheme in self._schemes.items() if self.trains(state) else ():
             inputs = scheme.input_activations
             if inputs is None or inputs.dynamic is True:
                 continue
@@ -84,7 +95,9 @@ class TrainingModifier(SchemeModifier):
         return done
 
     def on_start(self, state: State, event: Event) -> None:
-        """Let the targeted layers compute as their quantized forms will."""
+        """Let the targeted layers compute as their quantized forms will, where they are trained so."""
+        if not self.trains(state):
+            return
         self._choose_global_scales()
         for name, module in self._pending.items():
             layer = fake_quantized(module, self._schemes[name], name, self.global_scale(name))
@@ -118,8 +131,6 @@ class TrainingModifier(SchemeModifier):
         """Watch inputs, unless training has done it; without any batch this is no training, whatever `start` says."""
         if self._layers and self._trained:
             return
-        if self.start is not None:
-            state.report.notes.append(f"{self.label}: start={self.start} counts in a training; here weights are rounded at once")
         for name in self._layers:
             state.replace_module(name, self._pending[name])
         self._layers = {}
@@ -211,7 +222,7 @@ class QuantizationModifier(TrainingModifier):
     def on_initialize(self, state: State) -> bool:
         """Resolve targets, and say whose ranges may be narrowed."""
         done = super().on_initialize(state)
-        if self.start is None:
+        if not self.trains(state):
             state.narrowable.update(name for name, scheme in self._schemes.items() if _is_narrowable(scheme.weights))
         return done
 

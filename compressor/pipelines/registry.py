@@ -21,13 +21,13 @@ _NEEDS: Mapping[CalibrationNeed, str] = MappingProxyType(
 )
 
 
-def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None, targets: Sequence[str] | None = None) -> str:
-    """Choose the pipeline for a recipe.
+def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None, settings: SequentialSettings | None = None) -> str:
+    """Choose the pipeline for a recipe, and refuse choices that it has no use for.
 
     Args:
         modifiers: of the recipe.
         override: the user's choice; None takes the strongest need of all modifiers.
-        targets: sequential targets that the user named, which ask for the sequential pipeline where data is needed anyway.
+        settings: the user's choices about the sequential pipeline: targets that are named ask for it where data is needed anyway.
 
     Returns:
         One of PIPELINES. `sequential` gives data too, so it serves every need, and so does `basic`, with statistics from the
@@ -35,7 +35,15 @@ def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None, 
 
     Raises:
         RecipeError: no such pipeline, or one without data for a modifier that calibrates.
+        TargetError: settings for a pipeline that has no sequential targets.
     """
+    settings = settings or SequentialSettings()
+    chosen = _chosen(modifiers, override, settings.targets)
+    settings.refuse_without_use(chosen)
+    return chosen
+
+
+def _chosen(modifiers: Sequence[Modifier], override: str | None, targets: Sequence[str] | None) -> str:
     strongest = max((_NEEDS[modifier.calibration_need] for modifier in modifiers), key=PIPELINES.index, default="data_free")
     if override is None:
         return "sequential" if targets is not None and strongest == "basic" else strongest
@@ -71,9 +79,8 @@ def run_pipeline(
         TargetError: settings for a pipeline that has no sequential targets.
         RecipeError: no such pipeline.
     """
-    choose_pipeline((), name)
     settings = settings or SequentialSettings()
-    settings.refuse_without_use(name)
+    choose_pipeline((), name, settings)
     # Activations and the layers of a large model come and go in blocks: the heap must neither keep nor lose them all.
     bound_heap()
     if name == "data_free":

@@ -15,7 +15,7 @@ from compressor.model.targets import outward
 from compressor.nn.experts import Expert, UnfusedExperts
 from compressor.pipelines.offload.activation_store import check_offload_dir
 from compressor.settings.kinds import parse_bytes
-from compressor.settings.verbs import OneshotSettings, Passes
+from compressor.settings.verbs import CostSettings, Passes
 from compressor.tracing import Partition
 from compressor.tracing.plan import check_tracing_options
 from compressor.tracing.targets.partition import infer_targets
@@ -71,10 +71,10 @@ class SequentialSettings:
             check_offload_dir(self.offload_dir)
 
     @classmethod
-    def of(cls, settings: OneshotSettings) -> SequentialSettings:
-        """Return the part of the choices of a run that is about this pipeline."""
-        own = {one.name: getattr(settings, one.name) for one in fields(cls) if one.name != "targets"}
-        return cls(settings.sequential_targets, **(own | {"leaves": tuple(settings.leaves)}))
+    def of(cls, settings: CostSettings) -> SequentialSettings:
+        """Return the part of the choices of a run that is about this pipeline; a plan has less of them."""
+        own = {one.name: getattr(settings, one.name) for one in fields(cls) if one.name in type(settings).model_fields}
+        return cls(settings.sequential_targets, **(own | {"leaves": tuple(own.get("leaves", ()))}))
 
     @property
     def num_passes(self) -> int:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from compressor.planning.planner import Plan, plan
+from compressor.planning.planner import Plan, plan, plan_recipe
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "plan", "plan_recipe"]

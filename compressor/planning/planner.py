@@ -18,11 +18,11 @@ from typing import Any, Protocol, get_args, runtime_checkable
 import torch
 from torch import nn
 
-from compressor.data.datasets import chosen_length
+from compressor.data.datasets import check_positive, chosen_length
 from compressor.data.encode import max_positions
 from compressor.errors import ModelError, SchemeError, UserInputError
 from compressor.lifecycle import BaseStream, Modifier, PlannedModule, State
-from compressor.model.class_readers import check_readable
+from compressor.model.class_readers import check_readable, reading_notes
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
@@ -122,6 +122,7 @@ class Plan:
         attention: what of attention would be quantized; None where nothing would.
         unwritable: why a run that is to write a checkpoint would be refused; None where it would not.
         untried: why not all of the recipe was held against the model; None where it was.
+        notes: what a run would say before its calibration of settings that change nothing, and of who reads the checkpoint.
         conversion: what `convert` would take, with as many workers as ranks; None where the recipe or the model in memory needs a run.
     """
 
@@ -141,6 +142,7 @@ class Plan:
     attention: str | None = None
     unwritable: str | None = None
     untried: str | None = None
+    notes: tuple[str, ...] = ()
     conversion: Conversion | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,6 +168,7 @@ class Plan:
             "attention": self.attention,
             "unwritable": self.unwritable,
             "untried": self.untried,
+            "notes": list(self.notes),
             "conversion": None if self.conversion is None else self.conversion.to_dict(),
         }
 
@@ -182,14 +185,31 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
         The plan.
 
     Raises:
-        UserInputError: whatever `oneshot` would refuse of recipe and model.
+        UserInputError: whatever `oneshot` would refuse of recipe, choices and model.
+    """
+    parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode)
+    unread = parsed.check_oneshot(settings.ranks)
+    made = plan_recipe(model, parsed, settings)
+    return replace(made, notes=(*unread, *made.notes))
+
+
+def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSettings) -> Plan:
+    """Plan a recipe that may be for a training: what a run in one shot would take of it.
+
+    Args:
+        model: see `plan`.
+        parsed: the recipe.
+        settings: the choices of the run.
+
+    Returns:
+        The plan.
     """
     check_dtypes_around(plan)
     granted = None if settings.activation_memory is None else parse_bytes(settings.activation_memory, "activation_memory")
     device_bytes = _device_bytes(settings)
-    parsed = load_recipe(settings.recipe, args=settings.recipe_args, mode=settings.mode)
-    chosen = choose_pipeline(parsed.modifiers, settings.pipeline, settings.sequential_targets)
+    chosen = choose_pipeline(parsed.modifiers, settings.pipeline, SequentialSettings.of(settings))
     skeleton, in_memory = _skeleton(model, settings), isinstance(model, nn.Module)
+    check_positive(num_calibration_samples=settings.num_calibration_samples, batch_size=settings.batch_size)
     length = chosen_length(settings.max_seq_length, max_positions(skeleton))
     device = resolve_device(settings.device)
     on_gpu = device.type != "cpu" or device_bytes is not None
@@ -201,12 +221,13 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
             ahead = None if in_memory else int(on_gpu)  # on a GPU the next layer is on its way
             suspends = settings.engine == "suspend"
             setting = Setting(bytes_of(skeleton), not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)
-            attention, unwritable = _attention(skeleton, parsed.modifiers), _unwritable(skeleton, parsed.modifiers)
+            attention, (unwritable, notes) = _attention(skeleton, parsed.modifiers), _readers(skeleton, parsed.modifiers)
             made = _estimated(skeleton, parsed, chosen, settings, setting, of_all, None if in_memory else device)
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit, attention=attention, unwritable=unwritable)
+    said = {"attention": attention, "unwritable": unwritable, "notes": notes}
+    return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit, **said)
 
 
 def _device_bytes(settings: PlanSettings) -> int | None:
@@ -264,16 +285,20 @@ def _attention(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None
     return quantizing[0].describe_kv(len(attention_modules(skeleton))) if quantizing else None
 
 
-def _unwritable(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None:
-    """What a run says before its calibration where nobody could read the checkpoint; without one the model may be used as it is."""
+def _readers(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[str | None, tuple[str, ...]]:
+    """What a run says before its calibration where nobody could read the checkpoint, and of who reads it otherwise.
+
+    Without a checkpoint the model may be used as it is.
+    """
     quantizing = [one for one in modifiers if isinstance(one, SchemeModifier)]
     schemes = {name: scheme for one in quantizing for name, scheme in one.resolve(skeleton).items()}
     kv = next((one.kv_format for one in quantizing if one.kv_format is not None), None)
+    notes = reading_notes(skeleton, schemes, kv, queries=any(one.attention_patterns for one in quantizing))
     try:
         check_readable(schemes, skeleton, kv)
     except (SchemeError, ModelError) as error:
-        return str(error)
-    return None
+        return str(error), tuple(notes)
+    return None, tuple(notes)
 
 
 def _other_modes(parsed: Recipe, settings: PlanSettings) -> dict[str, Recipe]:

@@ -80,7 +80,7 @@ def refuse_recipe(skeleton: nn.Module, modifiers: Sequence[Modifier], pipeline: 
     Raises:
         CompressorError: whatever a run would raise.
     """
-    twins, state = [_twin(one) for one in modifiers], State(skeleton, keep_originals=True)
+    twins, state = [_twin(one) for one in modifiers], State(skeleton, has_steps=False, keep_originals=True)
     sessions: list[Session] = []
     try:
         for twin in twins:

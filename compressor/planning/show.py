@@ -85,6 +85,8 @@ def show_plan(plan: Plan, console: Console) -> None:
         console.print(f"no checkpoint of this can be written: {plan.unwritable}")
     if plan.untried is not None:
         console.print(f"not all of the recipe was held against the model: {plan.untried}")
+    for note in plan.notes:
+        console.print(f"note: {note}")
     console.print(_stages(plan.estimate))
     for label, value in estimate_lines(plan):
         console.print(f"{label}: {value}")

@@ -13,7 +13,8 @@ import yaml
 from pydantic_core import PydanticSerializationError
 
 from compressor.errors import RecipeError, SchemeError
-from compressor.lifecycle import Modifier
+from compressor.lifecycle import Flags, Modifier
+from compressor.modifiers.pruning.magnitude import ConstantPruningModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.registry import modifier_name
 from compressor.modifiers.schemes.base import SchemeModifier
@@ -56,6 +57,33 @@ class Recipe:
     def modifiers(self) -> tuple[Modifier, ...]:
         """All modifiers of all stages, in order."""
         return tuple(modifier for stage in self.stages for modifier in stage.modifiers)
+
+    def check_oneshot(self, ranks: int = 1) -> list[str]:
+        """Refuse what a run in one shot cannot do, before it begins.
+
+        Args:
+            ranks: processes that share it.
+
+        Returns:
+            What a user must know of settings that change nothing there, a sentence each.
+
+        Raises:
+            RecipeError: a modifier was used before, counts steps, cannot share its work, or none changes anything.
+        """
+        used = next((one for one in self.modifiers if one.flags != Flags()), None)
+        if used is not None:
+            raise RecipeError(f"{used.label}: it was used in an earlier run, and remembers it; make a new one")
+        notes = [note for modifier in self.modifiers for note in modifier.check_oneshot()]
+        unable = next((one for one in self.modifiers if one.across_ranks is None and one.calibration_need != "none"), None)
+        if unable is not None and ranks > 1:
+            raise RecipeError(
+                f"{unable.label}: learns from calibration data in a way that {ranks} ranks cannot share; run it in one process (a modifier "
+                "of your own says by `across_ranks` that it can)"
+            )
+        if all(type(one) is ConstantPruningModifier for one in self.modifiers):
+            names = ", ".join(one.label for one in self.modifiers)
+            raise RecipeError(f"recipe: {names} would leave every tensor of the model as it is; give modifiers that change something")
+        return notes
 
     def dump(self) -> str:
         """Write the recipe as YAML that `load_recipe` reads back as an equal one; arguments are resolved, defaults are left out.

@@ -232,7 +232,7 @@ COMMANDS: dict[str, Given] = {
         recipe=json.dumps({"q_stage": {"q_modifiers": [{"GPTQModifier": {"scheme": "W8A8"}}, {"GPTQModifier": {"scheme": "W4A16"}}]}}),
     ),
     "zeros that are not there": Given(
-        "left every tensor of the model as it was",
+        "would leave every tensor of the model as it is",
         recipe=json.dumps({"q_stage": {"q_modifiers": {"ConstantPruningModifier": {"targets": ["Linear"]}}}}),
     ),
     "fewer zeros than one": Given(

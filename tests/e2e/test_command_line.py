@@ -234,6 +234,9 @@ def test_recipe_check_and_schema(run: Runner, capsys: pytest.CaptureFixture[str]
     assert "scheme: W8A8" in capsys.readouterr().out
     assert main(["recipe", "check", GPTQ, "--model", str(run.model)]) == 0
     assert "Plan: sequential pipeline" in capsys.readouterr().out
+    training = "q_stage: {run_type: train, q_modifiers: {MagnitudePruningModifier: {final_sparsity: 0.5, start: 0, end: 4}}}"
+    assert main(["recipe", "check", training, "--model", str(run.model)]) == 0
+    assert "unstructured, 50% zeros" in capsys.readouterr().out
     assert main(["recipe", "check", GPTQ.replace("scheme", "schem")]) == 1
     assert "scheme" in capsys.readouterr().err
     assert main(["recipe", "schema"]) == 0

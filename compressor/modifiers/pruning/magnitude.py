@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compressor.algorithms.pruning.magnitude import Blocks, Pattern, num_zeros, pruned_weights
 from compressor.algorithms.pruning.schedule import DEFAULT_EXPONENT, SCHEDULES, SparsitySchedule
-from compressor.errors import LifecycleError, RecipeError, SchemeError
+from compressor.errors import RecipeError, SchemeError
 from compressor.lifecycle import Event, EventType, State
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.modifiers.pruning.masks import PruningModifier, weight_rows
@@ -39,8 +39,8 @@ class ConstantPruningModifier(PruningModifier):
         self._active = False
 
     def on_calibration_start(self, state: State, event: Event) -> None:
-        """Without a start, take note of the zeros here: what comes out is reported."""
-        if self.start is None:
+        """Without a training before, take note of the zeros here, whatever `start` says: what comes out is reported."""
+        if self.start is None or not event.step:
             self.on_start(state, event)
 
     def scheme_label(self) -> str:
@@ -141,11 +141,20 @@ class MagnitudePruningModifier(PruningModifier):
             raise RecipeError(f"start={self.start:g} lies before the first step, so a part of the schedule would never run; give 0 or more")
         if self.update == 0:
             raise RecipeError("update=0 is no interval; give more than 0, or leave update out: masks then follow at every batch")
-        for name in ("update", "init_sparsity", "update_scheduler", "leave_enabled"):
+        for name in ("update", "init_sparsity", "update_scheduler", "scheduler_args", "leave_enabled"):
             value = getattr(self, name)
-            if self.start is None and value != type(self).model_fields[name].default:
+            if self.start is None and value != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise RecipeError(f"{name}={value} is for training, which needs a start; give start and end, or leave {name} out")
         return self
+
+    def check_oneshot(self) -> list[str]:
+        """Refuse a schedule: sparsity would not grow along it."""
+        if self.start is not None:
+            raise RecipeError(
+                f"{self.label}: start={self.start} and end={self.end} count the steps of a training, and this is a calibration; "
+                "leave start, end and update out"
+            )
+        return []
 
     @property
     def phase(self) -> tuple[float, float]:
@@ -244,11 +253,7 @@ class MagnitudePruningModifier(PruningModifier):
         """Prune at once, before any data flows."""
         if self.started and event.step:  # by a training that came before
             return
-        if self.start is not None:
-            raise LifecycleError(
-                f"{self.label}: start={self.start} and end={self.end} count the steps of a training, and this is a calibration; "
-                "leave start, end and update out"
-            )
+        self.check_oneshot()
         self.on_start(state, event)
         self._prune(self.final_sparsity)
 

@@ -450,8 +450,12 @@ class Free(Recorder):
 )
 def test_the_strongest_need_chooses_the_pipeline(modifiers: list[Modifier], override: str | None, expected: str) -> None:
     assert choose_pipeline(modifiers, override) == expected
-    named = "sequential" if (expected, override) == ("basic", None) else expected
-    assert choose_pipeline(modifiers, override, ["Linear"]) == named
+    settings = SequentialSettings(["Linear"])
+    if "sequential" in (expected, override) or (expected, override) == ("basic", None):
+        assert choose_pipeline(modifiers, override, settings) == "sequential"
+    else:
+        with pytest.raises(TargetError, match=r"were given, but the .* pipeline has none"):
+            choose_pipeline(modifiers, override, settings)
 
 
 def test_wrong_choices_are_refused() -> None:

@@ -17,6 +17,7 @@ from compressor.cli.main import main
 from compressor.console import Console
 from compressor.errors import CompressorError, LifecycleError
 from compressor.lifecycle import Flags, Modifier, State
+from compressor.modifiers.pruning.magnitude import ConstantPruningModifier
 from compressor.modifiers.pruning.reap import REAPPruningModifier
 from compressor.modifiers.pruning.sparsegpt import SparseGPTModifier
 from compressor.modifiers.pruning.wanda import WandaPruningModifier
@@ -55,6 +56,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "zeros turned": (tiny.llama, {"MagnitudePruningModifier": {"final_sparsity": 0.5, **REST}, "QuIPModifier": {}}, "would fill"),
     "blocks of R1": (tiny.llama, {"SpinQuantModifier": {"transform_block_size": 7}}, "does not divide"),
     "learned from nothing": (tiny.llama, {"SpinQuantModifier": {"learnable": True}}, "no modifier behind it quantizes weights"),
+    "a schedule": (
+        tiny.llama,
+        {"MagnitudePruningModifier": {"final_sparsity": 0.5, "start": 0, "end": 4}},
+        "count the steps of a training",
+    ),
+    "a step of what takes none": (tiny.llama, {"GPTQModifier": {**INTS, "start": 3}}, r"start=3\.0 is for training"),
+    "zeros kept, and nothing else": (tiny.llama, {"ConstantPruningModifier": {"start": 2.0}}, "would leave every tensor"),
     "turned twice": (tiny.llama, {"SpinQuantModifier": {"rotations": ["R4"]}, "QuIPModifier": {}}, "is turned by R4 already"),
 }
 
@@ -68,6 +76,64 @@ def test_a_plan_refuses_what_a_run_refuses_in_its_words(what: str) -> None:
     with pytest.raises(CompressorError) as run:
         oneshot(make(), recipe=recipe, dataset=IDS)
     assert (type(planned.value), str(planned.value)) == (type(run.value), str(run.value))
+
+
+STATIC = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}}, **REST}
+DATA_FREE = {"QuantizationModifier": INTS}
+CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "an engine for whole forwards": ({"engine": "suspend", "pipeline": "basic"}, GPTQ, "the basic pipeline traces nothing"),
+    "passes without data": ({"passes": "two"}, DATA_FREE, "the data_free pipeline traces nothing"),
+    "targets without data": ({"sequential_targets": ["LlamaDecoderLayer"]}, DATA_FREE, "the data_free pipeline has none"),
+    "memory without data": ({"activation_memory": "1GB"}, DATA_FREE, "the data_free pipeline traces nothing"),
+    "no sample": ({"num_calibration_samples": 0}, GPTQ, "num_calibration_samples: 0 is not positive"),
+    "no sequence": ({"batch_size": 0}, GPTQ, "batch_size: 0 is not positive"),
+}
+
+
+@pytest.mark.parametrize("what", CHOICES)
+def test_a_plan_refuses_the_choices_that_a_run_refuses(what: str) -> None:
+    choices, modifiers, said = CHOICES[what]
+    recipe = {"q_stage": {"q_modifiers": modifiers}}
+    with pytest.raises(CompressorError, match=said) as planned:
+        plan(tiny.llama(), recipe=recipe, **choices)
+    with pytest.raises(CompressorError) as run:
+        oneshot(tiny.llama(), recipe=recipe, dataset=IDS, **choices)
+    assert (type(planned.value), str(planned.value)) == (type(run.value), str(run.value))
+
+
+def test_a_plan_refuses_a_recipe_of_another_run_a_used_modifier_and_ranks_that_cannot_share() -> None:
+    class Alone(GPTQModifier):
+        across_ranks = None
+
+    used = GPTQModifier(**INTS)
+    oneshot(tiny.llama(), recipe=used, dataset=IDS)
+    training = {"q_stage": {"run_type": "train", "q_modifiers": GPTQ}}
+    for recipe, ranks, said in ((used, 1, "used in an earlier run"), (Alone(**INTS), 2, "2 ranks cannot share"), (training, 1, "run_type")):
+        with pytest.raises(CompressorError, match=said):
+            plan(tiny.llama(), recipe=recipe, ranks=ranks)
+    assert plan(tiny.llama(), recipe=Alone(**INTS)).modules
+
+
+TIMES: list[dict[str, float]] = [{"start": 0.0}, {"start": 2.0}, {"end": 1.0}, {"update": 1.0}, {"start": 0.0, "end": 4.0}]
+
+
+@pytest.mark.parametrize("times", TIMES, ids=str)
+@pytest.mark.parametrize("kind", [ConstantPruningModifier, QuantizationModifier])
+def test_steps_that_a_run_does_not_count_are_noted_by_plan_and_run_and_change_nothing(
+    kind: type[Modifier], times: dict[str, float]
+) -> None:
+    if kind is QuantizationModifier:
+        times = {"start": 0.0, **times}
+    first = {"SmoothQuantModifier": {}} if kind is QuantizationModifier else {"MagnitudePruningModifier": {"final_sparsity": 0.5, **REST}}
+    own, behind = (REST, {"QuantizationModifier": STATIC}) if kind is ConstantPruningModifier else (STATIC, {})
+    recipe, plain = ({"q_stage": {"q_modifiers": {**first, kind.__name__: {**own, **given}, **behind}}} for given in (times, {}))
+    (note,) = plan(tiny.llama(), recipe=recipe).notes
+    given = ", ".join(f"{name}={value}" for name, value in times.items())
+    assert note == f"{kind.__name__}[1]: {given} {'count' if len(times) > 1 else 'counts'} in a training, and here there is none"
+    ours, theirs = (oneshot(tiny.llama(), recipe=one, dataset=IDS) for one in (recipe, plain))
+    assert ours.report.notes == [note, *theirs.report.notes]
+    left, right = ours.model.state_dict(), theirs.model.state_dict()
+    assert left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
 def test_the_base_stream_is_none_for_the_engine_that_was_asked_for() -> None:

@@ -379,6 +379,7 @@ sparse_stage:
         ({"final_sparsity": 0.5, "update_scheduler": "calc(0.5)"}, "does not exist"),
         ({"final_sparsity": 0.5, "scheduler_args": {"exponant": 2}}, "did you mean 'exponent'"),
         ({"final_sparsity": 0.5, "scheduler_args": {"exponent": 0}}, "not positive"),
+        ({"final_sparsity": 0.5, "scheduler_args": {"exponent": 3}}, "is for training, which needs a start"),
         ({"final_sparsity": 0.5, "scheduler_args": {"exponent": 2}}, "takes no exponent=2.0; give polynomial_decay"),
         ({"final_sparsity": 0.5, "mask_structure": 124}, "in quotes"),
         ({"final_sparsity": 0.5, "mask_structure": "4:4"}, "all weights or none"),
