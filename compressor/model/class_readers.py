@@ -41,9 +41,9 @@ def check_readable(
         dtype: that the model will be saved in, where its weights have another one for now.
 
     Raises:
-        SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme, fp4 or MX formats in a model that
-            does not compute in bfloat16 and that cannot be unpacked at once, layers that it has no quantized form for, or a tied head that
-            is not equal to its embedding.
+        SchemeError: columns regrouped by activation, asymmetric packed weights beside another scheme or of few rows, fp4 or MX formats in a
+            model that does not compute in bfloat16 and that cannot be unpacked at once, layers that it has no quantized form for, or a tied
+            head that is not equal to its embedding.
         ModelError: the model is built otherwise than its config says.
     """
     if model is not None:

@@ -17,10 +17,11 @@ from compressor.errors import SchemeError
 from compressor.model.experts.format import fused_modules, plain_names
 from compressor.model.folder import some
 from compressor.model.targets import matches
-from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear, weight_of
 from compressor.nn.attention.kv_cache import attention_modules, kv_scheme_of, quantized_parts
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.quantized_linear import is_conv1d
+from compressor.numerics.packing import WORD_BITS
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 # The version of compressed-tensors whose format this is; readers take it as information only.
@@ -231,6 +232,15 @@ def _has_packed_zero_points(scheme: QuantizationScheme) -> bool:
     return packed and weights is not None and not weights.symmetric and weights.strategy != "tensor"
 
 
+def _has_one_word(scheme: QuantizationScheme, module: nn.Module) -> bool:
+    """Whether the zero points of a group fit into one word: a tensor of one row, contiguous however it lies, whose bytes are then not."""
+    weights = scheme.weights
+    if weights is None or weights.num_bits != 4 or not weights.group_size or not _has_packed_zero_points(scheme):
+        return False
+    rows, columns = module.weight_size if isinstance(module, QuantizedLayer) else weight_of(module).shape
+    return rows * weights.num_bits <= WORD_BITS and columns > weights.group_size
+
+
 def _args(args: QuantizationArgs | None) -> dict[str, Any] | None:
     """Arguments as compressed-tensors writes them: what was not set is left out, except for the six fields that are always there."""
     if args is None:
@@ -258,6 +268,8 @@ def check_schemes(
         "modules by one such scheme without inputs": [] if at_once else [n for n, s in schemes.items() if _unpacks_to_bfloat16(s, dtype)],
         "transformers reads packed embeddings only where all modules have one scheme without inputs; give all one scheme, or ignore "
         "these": [] if at_once else [name for name in embeddings if hides_weight(schemes[name])],
+        "compressed-tensors 0.20 does not unpack zero points of 4 bits for at most 8 rows in several groups; ignore these, or make all "
+        "modules symmetric": [] if model is None else [n for n, s in schemes.items() if _has_one_word(s, model.get_submodule(n))],
         "transformers has no quantized form of Conv1D; ignore these, or compress the model in memory (oneshot in Python, without "
         "output_dir), from where save_checkpoint of compressor.model.checkpoints.save writes it for load_compressed": _conv1ds(
             model, schemes

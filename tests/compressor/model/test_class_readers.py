@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from compressor import load_compressed, oneshot
-from compressor.errors import TargetError
+from compressor import load_compressed, oneshot, plan
+from compressor.errors import SchemeError, TargetError
 from compressor.model.class_readers import reading_notes
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn.attention.kv_cache import cache_argument
@@ -64,14 +65,16 @@ def test_what_transformers_does_not_read_is_said_before_the_run(kind: str, targe
     if cache_argument(LlamaAttention) == "cache":  # transformers 5.24
         said = said or UNSEEN
     groups = {} if target is None else {"ignore": ["lm_head"], "config_groups": {"g": {"targets": [target], "weights": WEIGHTS}}}
+    recipe = {"QuantizationModifier": {"kv_cache_scheme": KV, **groups}}
+    planned = plan(model_of(kind), recipe=recipe).notes
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = oneshot(model_of(kind), recipe={"QuantizationModifier": {"kv_cache_scheme": KV, **groups}}, dataset=TOKENS,
-                         output_dir=tmp_path / "out")  # fmt: skip
+        result = oneshot(model_of(kind), recipe=recipe, dataset=TOKENS, output_dir=tmp_path / "out")
         result.model.save_pretrained(tmp_path / "again")
     found = [str(one.message) for one in caught if said is not None and said in str(one.message)]
     assert len(found) == (0 if said is None else 2)  # save_pretrained says so, too
     assert (said is None) == (not [note for note in result.report.notes if "transformers" in note])
+    assert [note for note in result.report.notes if "transformers" in note] == list(planned)
     assert torch.equal(logits(load_compressed(tmp_path / "out")), logits(result.model))
     assert (said is None) == _transformers_agrees(tmp_path / "out", logits(result.model))
 
@@ -88,6 +91,28 @@ def _transformers_agrees(folder: Path, expected: torch.Tensor) -> bool:
             return torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(folder).eval()), expected)
     except (ValueError, RuntimeError):
         return False
+
+
+@pytest.mark.parametrize(("heads", "group_size", "is_read"), [(4, 16, False), (2, 16, True), (4, 32, True)])
+def test_packed_zero_points_in_one_word_are_refused_before_the_run(heads: int, group_size: int, is_read: bool, tmp_path: Path) -> None:
+    sizes = {**SIZES, "intermediate_size": 32, "num_attention_heads": heads, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()  # type: ignore[arg-type]
+    weights = {"num_bits": 4, "group_size": group_size, "symmetric": False}
+    recipe = {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}}
+    unwritable, folder = plan(model, recipe=recipe).unwritable, tmp_path / "out"
+    rows = model.model.layers[0].self_attn.k_proj.out_features
+    packed = torch.zeros(-(-rows * 4 // 32), 32 // group_size, dtype=torch.int32)
+    if is_read:
+        result = oneshot(model, recipe=recipe, output_dir=folder)
+        assert unwritable is None and _transformers_agrees(folder, logits(result.model))
+        assert unpack_from_int32(packed, 4, torch.Size([rows, packed.shape[1]]), packed_dim=0).shape[0] == rows
+        return
+    with pytest.raises(RuntimeError, match="stride"):  # else the refusal may go
+        unpack_from_int32(packed, 4, torch.Size([rows, packed.shape[1]]), packed_dim=0)
+    with pytest.raises(SchemeError, match=r"self_attn.k_proj, .*v_proj: compressed-tensors 0.20 does not unpack zero points") as error:
+        oneshot(model, recipe=recipe, output_dir=folder)
+    assert unwritable == str(error.value) and not folder.exists()
 
 
 @pytest.mark.parametrize("kind", ["GPTNeoX", "Bloom"])
