@@ -57,6 +57,20 @@ def let_go(tensors: Iterable[Tensor]) -> None:
                 _give_back(first * mmap.PAGESIZE, count * mmap.PAGESIZE)
 
 
+def raw_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's elements, so that NaN equals NaN and -0 differs from 0.
+
+    Args:
+        tensor: any dense tensor.
+
+    Returns:
+        uint8, one dimension, on the same device; the tensor's own memory where it is contiguous.
+    """
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    # One value alone is contiguous whatever its stride, and of another stride than 1 torch shows no bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
 def in_pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Read through a tensor that may be larger than what is to be resident of it: what was read is given back before the next piece.
 
@@ -66,7 +80,7 @@ def in_pieces(tensor: Tensor) -> Iterator[Tensor]:
     Yields:
         Its bytes in order, [up to 16 MB] uint8.
     """
-    for piece in tensor.detach().contiguous().flatten().view(torch.uint8).split(_PIECE_BYTES):
+    for piece in raw_bytes(tensor).split(_PIECE_BYTES):
         yield piece
         let_go([piece])
 

@@ -22,6 +22,7 @@ from compressor.model.headers import DTYPES
 from compressor.nn import replacement
 from compressor.numerics import QParams, QuantizationArgs, calculate_global_scale, check_qparams, weight_qparams
 from compressor.numerics.packing import WORD_BITS
+from compressor.pages import raw_bytes
 
 BLOCK_VALUES = 1 << 19  # 2 MB of float32, which stay near the processor
 _SHAPE = "weight_shape"
@@ -69,7 +70,7 @@ class _Written:
         self._hashes = {key: hashlib.sha256() for key in targets}
 
     def add(self, key: str, values: Tensor) -> None:
-        raw = values.cpu().contiguous().reshape(-1).view(torch.uint8)
+        raw = raw_bytes(values.cpu())
         self._made.write(self._targets[key], self._places[key], raw)
         self._hashes[key].update(raw.numpy().data)
         self._places[key] += raw.numel()

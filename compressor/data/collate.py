@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compressor.data.layouts import dense_parts, has_memory, shape_of
 from compressor.errors import DatasetError
+from compressor.pages import raw_bytes
 
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
@@ -361,4 +362,4 @@ def hash_batches(batches: Sequence[Batch]) -> str:
 def _add(digest: hashlib._Hash, name: str, tensor: Tensor) -> None:
     digest.update(f"{name} {tensor.dtype} {shape_of(tensor)}\n".encode())
     for part in dense_parts(tensor):
-        digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        digest.update(raw_bytes(part.cpu()).numpy().data)

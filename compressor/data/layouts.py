@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from compressor.errors import CalibrationError
 from compressor.numerics.checksum import checksum
+from compressor.pages import raw_bytes
 
 _SUMMED_BYTES = 1 << 16  # of more, a checksum where they lie takes a fourth of a hash's time, and on a GPU a hundredth
 _WITH_MEMORY = (Tensor, nn.Parameter, nn.Buffer)
@@ -132,5 +133,5 @@ def digest(tensor: Tensor) -> str:
             if plain.nbytes >= _SUMMED_BYTES:
                 found.update(checksum(plain).to_bytes(8, "little"))
             else:
-                found.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                found.update(raw_bytes(plain.cpu()).numpy().data)
     return found.hexdigest()

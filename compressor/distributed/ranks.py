@@ -23,6 +23,7 @@ from compressor.distributed.messages import blanks, read, written
 from compressor.distributed.watch import Watch, watched
 from compressor.errors import CalibrationError, RankError, UserInputError
 from compressor.numerics.part_sums import NUM_PARTS, PartSum, add_parts
+from compressor.pages import raw_bytes
 
 T = TypeVar("T")
 _NO_LIMIT = timedelta(days=30)  # one rank may solve, or write, for long; whether it lives is for the watch to say
@@ -232,7 +233,7 @@ class Ranks:
         skeleton, room = (None, tensors) if source == self.rank else blanks(text, self.device)
         for tensor in room:
             if tensor.numel():
-                self._wait(dist.broadcast(tensor.reshape(-1).view(torch.uint8), group=self._group, group_src=source, async_op=True))
+                self._wait(dist.broadcast(raw_bytes(tensor), group=self._group, group_src=source, async_op=True))
         return value if source == self.rank else read(skeleton, room, types)
 
     def _added(self, one: PartSum, held: Sequence[Any], target: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from compressor.pages import let_go
+from compressor.pages import let_go, raw_bytes
 
 _CHUNK = 1 << 17  # words of eight bytes: a megabyte, which stays in the cache of a core
 _MIX = 0x9E3779B97F4A7C15
@@ -27,7 +27,7 @@ def checksum(tensor: Tensor) -> int:
         64 bits; equal for equal bytes, on every device.
     """
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        data = raw_bytes(tensor)
         if data.storage_offset() % 8:
             data = data.clone()
         num_words = data.numel() // 8

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from compressor.atomic import whole_file
 from compressor.errors import ResumeError, UserInputError
 from compressor.lifecycle import EventType
+from compressor.pages import raw_bytes
 from compressor.random_state import ForeignRandom, RandomState, foreign_random
 from compressor.training.guards.frozen_value import is_foreign
-from compressor.training.step.digests import raw_bytes
 from compressor.training.step.step import TrainStep
 from compressor.training.stored_values import Reader, Writer, books, generators, is_writable
 from compressor.training.trainer import Trainer

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from compressor.json_text import from_json
+from compressor.pages import raw_bytes
 from compressor.recipe import load_recipe
-from compressor.training.step.digests import raw_bytes
 from harness.lifecycle.driving.compare import describe
 from harness.lifecycle.subject import Subject
 

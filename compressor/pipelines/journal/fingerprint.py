@@ -26,6 +26,7 @@ from compressor.lifecycle import Report
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel
 from compressor.numerics.precision import matmul_precision, slow_dtypes
+from compressor.pages import raw_bytes
 from compressor.pipelines.settings import SequentialSettings
 
 Fingerprint = dict[str, Any]
@@ -252,7 +253,7 @@ def _tensor_hash(model: nn.Module) -> str:
     result = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        result.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        result.update(raw_bytes(tensor.cpu()).numpy().data)
     return result.hexdigest()
 
 

@@ -23,6 +23,7 @@ from compressor.errors import LifecycleError, ResumeError
 from compressor.lifecycle import Fallback, ModuleRecord, Report, State
 from compressor.lifecycle.state import StageValue
 from compressor.nn import QuantizedLayer
+from compressor.pages import raw_bytes
 from compressor.random_state import RandomState
 
 _TENSOR, _RANDOM, _MEMORY = "model:", "random:", "modifier:"
@@ -135,7 +136,7 @@ def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) 
                 )
             with torch.no_grad():
                 # Bytes and not values, for NaN is not equal to itself; and no write without need, for writes are watched.
-                if not torch.equal(own.cpu().view(torch.uint8).flatten(), stored.view(torch.uint8).flatten()):
+                if not torch.equal(raw_bytes(own.cpu()), raw_bytes(stored)):
                     own.copy_(stored)
 
 
@@ -243,5 +244,5 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _hash(tensor: Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+    data = raw_bytes(tensor.cpu()).numpy().data
     return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(data).hexdigest()}"

@@ -7,17 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-
-def raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor's elements, so that NaN equals NaN and -0 differs from 0.
-
-    Args:
-        tensor: any dense tensor.
-
-    Returns:
-        uint8, one dimension, on the same device.
-    """
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+from compressor.pages import raw_bytes
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressor.errors import HostReadError, ReplayError, UserInputError
+from compressor.pages import raw_bytes
 from compressor.training.step.collectives import group_named
-from compressor.training.step.digests import raw_bytes
 from compressor.training.uncompiled import uncompiled
 
 T = TypeVar("T")

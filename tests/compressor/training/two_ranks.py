@@ -21,8 +21,8 @@ from compressor.errors import CompressorError
 from compressor.lifecycle import Session, State
 from compressor.modifiers.pruning.magnitude import MagnitudePruningModifier
 from compressor.modifiers.quantization import QuantizationModifier
+from compressor.pages import raw_bytes
 from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training, locate, save_training
-from compressor.training.step.digests import raw_bytes
 
 NUM_STEPS = 22
 SETTINGS: dict[str, dict[str, Any]] = {
