@@ -13,8 +13,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from compressor.errors import TargetError, UserInputError
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
+from compressor.settings.kinds import MODULE, TENSOR, Kind
+from compressor.settings.options import checked
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+@checked(model=MODULE, pair=Kind(lambda value: isinstance(value, ScalePair), "a ScalePair of `find_pairs`"), factor_C=TENSOR)
 @torch.no_grad()
 def scale_channels(model: nn.Module, pair: ScalePair, factor_C: Tensor) -> None:
     """Multiply the source's channels and divide the readers' columns: the model computes what it did. Changes the model.
@@ -121,11 +125,32 @@ def scale_channels(model: nn.Module, pair: ScalePair, factor_C: Tensor) -> None:
         model: that the pair was found in.
         pair: whose weights change, each computed in float32, at least, and rounded once.
         factor_C: [C], positive and finite.
+
+    Raises:
+        TargetError: the pair is none of this model.
+        UserInputError: the factors are of another shape, or not all positive and finite.
     """
+    channels = _size_of(model, pair.source, 0)
+    if factor_C.shape != (channels,):
+        raise UserInputError(f"factor_C: {list(factor_C.shape)} was given, and {pair.source} has {channels} channels; give one for each")
+    if not bool(((factor_C > 0) & (factor_C < torch.inf)).all()):
+        raise UserInputError("factor_C: not all of it is positive and finite, so it cannot be undone; give such factors")
+    misfit = next((name for name in pair.readers if _size_of(model, name, -1) != channels * pair.repeats), None)
+    if misfit is not None or channels % (pair.head_dim or 1):
+        raise TargetError(f"pair: {misfit or pair.source} does not fit it here; give the model that it was found in")
     scale_source(model.get_submodule(pair.source), factor_C, pair.offset)
     columns_K = pair.spread(factor_C)
     for name in pair.readers:
         scale_reader(model.get_submodule(name), columns_K)
+
+
+def _size_of(model: nn.Module, name: str, dim: int) -> int:
+    """A size of a weight that is a parameter."""
+    module = dict(model.named_modules()).get(name)
+    if module is None or module._parameters.get("weight") is None:
+        raise TargetError(f"pair: {name} has no weight in this {type(model).__name__}; give the model that it was found in, uncompressed")
+    weight = weight_of(module) if is_quantizable(module) else module.get_parameter("weight")
+    return weight.shape[dim]
 
 
 def scale_source(module: nn.Module, factor_C: Tensor, offset: float) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compressor.data.collate import Batch, batch_to, call_model
-from compressor.errors import NumericsError, TracingError
+from compressor.errors import NumericsError, TargetError, TracingError
 from compressor.mappings.alone import close, double, doubled_arguments, input_of, output_of, outputs_of
 from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, scale_reader, scale_source
 from compressor.model.evaluation import evaluation_mode
@@ -32,8 +32,11 @@ from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import SortedExperts, UnfusedExperts
 from compressor.progress import Progress, SilentProgress
+from compressor.settings.kinds import DEVICE, MODULE, NAMES, PROGRESS
+from compressor.settings.options import checked
+from compressor.spelling import suggest
 from compressor.tracing.footprint import Footprint
-from compressor.tracing.picking import excerpt
+from compressor.tracing.picking import as_batch, excerpt
 
 _LARGEST = {torch.float16: 1}  # exponents of factors, where the dtype has few of its own
 _EXPONENT = 3
@@ -41,6 +44,7 @@ _SUBNORMAL = 2.0**-22  # four steps of float16 below its normal numbers
 _NOT_BY_CHANNEL = "its weight does not scale its output channel by channel"
 
 
+@checked(model=MODULE, device=DEVICE, sources=NAMES, progress=PROGRESS)
 def find_pairs(
     model: nn.Module, batch: Batch, device: torch.device, *, sources: Collection[str] | None = None, progress: Progress | None = None
 ) -> Mappings:
@@ -57,10 +61,15 @@ def find_pairs(
         Proved pairs, and what was refused with the reason.
 
     Raises:
-        TracingError: the forward fails, or gives other bits when it is run again.
+        TracingError: the forward fails, or gives other bits when it is run again; or the batch is none.
+        TargetError: the model has no such source.
         NumericsError: it gives NaN.
     """
-    prober = Prober(model, batch_to(excerpt(batch, 0), device))
+    names = [name for name, _ in model.named_modules() if name]
+    unknown = next((name for name in sources or () if name not in names), None)
+    if unknown is not None:
+        raise TargetError(f"sources: {unknown!r} is no module of {type(model).__name__}; {suggest(unknown, names)}")
+    prober = Prober(model, batch_to(excerpt(as_batch(batch), 0), device))
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
         prober.run_plainly()
         kinds: dict[str, list[str]] = {}
@@ -80,7 +89,7 @@ def find_pairs(
     for name in set(sources or ()).difference(prober.sources):
         is_other = name in prober.widths or name not in prober.modules
         found.refused[name] = "it is no norm and no linear layer" if is_other else "the forward of this data does not call it"
-    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    order = {name: place for place, name in enumerate(names)}
     pairs = sorted(found.pairs.values(), key=lambda pair: order[pair.source])
     refused = [Refusal(name, why) for name, why in sorted(found.refused.items(), key=lambda item: order[item[0]])]
     return Mappings(tuple(pairs), tuple(refused))

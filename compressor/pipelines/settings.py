@@ -17,9 +17,8 @@ from compressor.pipelines.offload.activation_store import check_offload_dir
 from compressor.settings.kinds import parse_bytes
 from compressor.settings.verbs import CostSettings, Passes
 from compressor.tracing import Partition
-from compressor.tracing.plan import check_tracing_options
 from compressor.tracing.targets.partition import infer_targets
-from compressor.tracing.targets.records import Engine, Verify
+from compressor.tracing.targets.records import Engine, Verify, check_tracing_options
 
 PASSES = get_args(get_args(Passes)[0])
 

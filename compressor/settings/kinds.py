@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -125,15 +125,22 @@ MODEL_CLASS = Kind(lambda value: _text(value) or isinstance(value, type), "a cla
 WHOLE = Kind(_whole, "a whole number")
 TEXT = Kind(_text, "a text")
 """For texts with a Literal type of their own."""
+MODULE = Kind(lambda value: "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module), "a model (torch.nn.Module)")
+TENSOR = Kind(lambda value: _of_torch(value, "Tensor"), "a tensor")
+FUNCTION = Kind(callable, "a function")
+FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
+TEXTS = Kind(_all(_text), "a list of texts")
+NAMES = Kind(lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(_text, value)), "a list of names")
+PROGRESS = Kind(lambda value: hasattr(value, "task"), "an object with a method task()")
 
 Whole = Annotated[int, WHOLE]
 Ranks = Annotated[int, Kind(lambda value: _whole(value) and value in RANKS, " or ".join(map(str, RANKS)))]
 Number = Annotated[float, Kind(_number, "a number")]
-Flag = Annotated[bool, Kind(lambda value: isinstance(value, bool), "True or False")]
+Flag = Annotated[bool, FLAG]
 Text = Annotated[str, TEXT]
 PathLike = Annotated[str | Path, PATH]
 FilePath = Annotated[Path, PATH]
-Texts = Annotated[Sequence[str], Kind(_all(_text), "a list of texts")]
+Texts = Annotated[Sequence[str], TEXTS]
 TextOrTexts = Annotated[str | Sequence[str], Kind(lambda value: _text(value) or _all(_text)(value), "a text, or a list of texts")]
 SomeTexts = Annotated[list[str], Kind(lambda value: bool(value) and _all(_text)(value), "a list of at least one text")]
 Numbers = Annotated[Sequence[float], Kind(_all(_number), "a list of numbers")]

@@ -17,6 +17,10 @@ from compressor.errors import UserInputError
 from compressor.settings.kinds import MODEL, Kind
 from compressor.spelling import suggest
 
+P = ParamSpec("P")
+M = TypeVar("M")
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
 class Option:
@@ -85,6 +89,9 @@ class Settings(BaseModel):
         return cls(**{name: getattr(other, name) for name in cls.model_fields})
 
 
+S = TypeVar("S", bound=Settings)
+
+
 def _said(settings: type[Settings], error: ValidationError) -> UserInputError:
     """The first thing that is wrong, in our words."""
     first = error.errors()[0]
@@ -129,6 +136,31 @@ def check_kind(name: str, value: object, kind: Kind) -> None:
     """
     if not kind.holds(value):
         raise wrong_kind(name, value, kind.words)
+
+
+def checked(**kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a public function, or a method, look at its arguments before it begins.
+
+    Args:
+        **kinds: that arguments must be of, by their names; None is taken where it is the default.
+
+    Returns:
+        The decorator; what it makes raises UserInputError.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters
+
+        @functools.wraps(function)
+        def call(*args: P.args, **given: P.kwargs) -> R:
+            for name, value in (*zip(parameters, args, strict=False), *given.items()):
+                if name in kinds and not (value is None and parameters[name].default is None):
+                    check_kind(name, value, kinds[name])
+            return function(*args, **given)
+
+        return call
+
+    return decorate
 
 
 def add_options(parser: argparse.ArgumentParser, settings: type[Settings]) -> None:
@@ -240,9 +272,6 @@ def chosen(args: argparse.Namespace, settings: type[Settings]) -> dict[str, Any]
     return given
 
 
-S = TypeVar("S", bound=Settings)
-
-
 def settings_of(args: argparse.Namespace, settings: type[S]) -> S:
     """Return what was given on a command line, and the defaults of the rest.
 
@@ -254,11 +283,6 @@ def settings_of(args: argparse.Namespace, settings: type[S]) -> S:
         The settings.
     """
     return settings(**chosen(args, settings))
-
-
-P = ParamSpec("P")
-M = TypeVar("M")
-R = TypeVar("R")
 
 
 def from_settings(

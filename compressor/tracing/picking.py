@@ -36,24 +36,36 @@ def as_batches(batches: Iterable[Any]) -> list[Batch]:
         raise TracingError(
             f"batches: a {type(batches).__name__} was given, where several batches are expected, one for each forward; give [batch]"
         )
-    made = [_as_batch(batch, index) for index, batch in enumerate(batches)]
+    made = [as_batch(batch, f"batches: batch {index}") for index, batch in enumerate(batches)]
     if not made:
         raise TracingError("trace: no batch was given, and a plan is made by running one; give at least one")
     return made
 
 
-def _as_batch(raw: Any, index: int) -> Batch:
+def as_batch(raw: Any, where: str = "batch: it") -> Batch:
+    """Take one batch as people write it.
+
+    Args:
+        raw: a mapping of names to values, a tuple or list of values, or a tensor.
+        where: it was given, for errors.
+
+    Returns:
+        A dict for keyword arguments or a tuple for positional ones.
+
+    Raises:
+        TracingError: it is none.
+    """
     if isinstance(raw, Mapping):
         batch: Any = {str(name): value for name, value in raw.items()}
     elif isinstance(raw, tuple | list | Tensor):
         batch = (raw,) if isinstance(raw, Tensor) else tuple(raw)
     else:
-        raise TracingError(f"batches: batch {index} is a {type(raw).__name__}; give a mapping, a tuple or a tensor")
+        raise TracingError(f"{where} is a {type(raw).__name__}; give a mapping, a tuple or a tensor")
     values = batch.values() if isinstance(batch, dict) else batch
     if not any(isinstance(value, Tensor) for value in values):
-        raise TracingError(f"batches: batch {index} holds no tensor; give the forward's inputs (of a tokenizer, with return_tensors='pt')")
+        raise TracingError(f"{where} holds no tensor; give the forward's inputs (of a tokenizer, with return_tensors='pt')")
     if any(isinstance(value, Tensor) and value.is_meta for value in values):
-        raise TracingError(f"batches: batch {index} holds a tensor on the meta device, without values; give one with values")
+        raise TracingError(f"{where} holds a tensor on the meta device, without values; give one with values")
     return batch
 
 

@@ -21,6 +21,8 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.settings.kinds import DEVICE, FLAG, FUNCTION, MODULE, TEXT, TEXTS, WHOLE, Kind
+from compressor.settings.options import checked
 from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.graph.engine import GraphEngine
 from compressor.tracing.graph.nodes import Unreached, Unrepeatable
@@ -35,32 +37,18 @@ from compressor.tracing.suspend.interleaving import check_apart, check_apart_wit
 from compressor.tracing.targets.call_order import observe_trail, plain_forward, settles, stages_of
 from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank
 from compressor.tracing.targets.partition import Partition, partition
-from compressor.tracing.targets.records import ENGINES, VERIFY, Engine, Guard, Leaf, Stage, Verify
+from compressor.tracing.targets.records import Engine, Guard, Leaf, Stage, Verify, check_tracing_options
 from compressor.tracing.targets.running import Run, RunningStage, ValueStore, Watched, hooked, hooks_around
 from compressor.tracing.targets.sample_state import TorchState
 from compressor.tracing.traces import KeptWeights, PythonValues, Traces, check_kept_weights
 
-__all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "check_tracing_options", "trace"]
+__all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "trace"]
 
 _Made = TypeVar("_Made")
 
 
-def check_tracing_options(engine: str, verify: str, max_variants: int) -> None:
-    """Refuse choices that do not exist.
-
-    Args:
-        engine: of ENGINES.
-        verify: of VERIFY.
-        max_variants: at least 1.
-
-    Raises:
-        TracingError: one of them breaks its rule.
-    """
-    for name, value, known in (("engine", engine, ENGINES), ("verify", verify, VERIFY)):
-        if value not in known:
-            raise TracingError(f"{name}: {value!r} does not exist; choose one of {', '.join(known)}")
-    if max_variants < 1:
-        raise TracingError(f"max_variants: {max_variants} leaves no room for the first graph; give at least 1")
+def _are_leaves(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(callable(one) or TEXT.holds(one) for one in value)
 
 
 class Plan:
@@ -137,6 +125,12 @@ class Plan:
         """Functions that are recorded as one node."""
         return () if self._graph is None else self._graph.planner.leaves
 
+    @checked(
+        store=Kind(lambda value: all(hasattr(value, name) for name in ("put", "get", "prefetch", "drop", "close")), "a ValueStore"),
+        device=DEVICE,
+        **dict.fromkeys(("watched", "on_sample", "quiet", "beside", "everywhere"), FUNCTION),
+        **dict.fromkeys(("keep_outputs", "may_wait"), FLAG),
+    )
     def run(
         self,
         batches: Sequence[Batch],
@@ -433,6 +427,15 @@ class Plan:
         return "\n".join(lines)
 
 
+@checked(
+    model=MODULE,
+    targets=Kind(lambda value: isinstance(value, Partition) or TEXTS.holds(value), "a list of texts, or what `partition` gave"),
+    leaves=Kind(_are_leaves, "a list of functions, or of texts 'package.module:function'"),
+    max_variants=WHOLE,
+    device=DEVICE,
+    targets_per_stage=Kind(lambda value: value == "input" or WHOLE.holds(value), "a whole number, or 'input'"),
+    put_away=FUNCTION,
+)
 def trace(
     model: nn.Module,
     batches: Sequence[Batch],

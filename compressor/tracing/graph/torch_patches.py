@@ -23,6 +23,8 @@ from torch import nn
 
 from compressor.errors import TracingError
 from compressor.object_reference import resolve
+from compressor.settings.kinds import FUNCTION
+from compressor.settings.options import check_kind
 from compressor.tracing.graph.nodes import Frame, call_mapped, call_script
 from compressor.tracing.graph.recorder import Recorder
 from compressor.tracing.targets.sample_state import ModuleValues, noting_cached_properties
@@ -78,7 +80,11 @@ def leaf(function: _Function) -> _Function:
 
     Returns:
         A function that does the same.
+
+    Raises:
+        UserInputError: it is no function.
     """
+    check_kind("function", function, FUNCTION)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,8 @@ from torch import nn
 
 from compressor.errors import TargetError
 from compressor.model.targets import outward, resolve_targets
+from compressor.settings.kinds import MODULE, TEXTS, Kind
+from compressor.settings.options import checked
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ def module_names(model: nn.Module, name: str) -> tuple[str, ...]:
     return tuple(below for below, _ in model.get_submodule(name).named_modules(prefix=name))
 
 
+@checked(model=MODULE)
 def infer_targets(model: nn.Module) -> Partition:
     """Find the layers of a model: children of its outermost lists that hold modules of one class more than once.
 
@@ -72,6 +75,7 @@ def infer_targets(model: nn.Module) -> Partition:
     return Partition(found, "; ".join(lines))
 
 
+@checked(model=MODULE, patterns=Kind(lambda value: value is None or TEXTS.holds(value), "a list of texts, or None"))
 def partition(model: nn.Module, patterns: Sequence[str] | None) -> Partition:
     """Return the targets that the user names, or infer them.
 

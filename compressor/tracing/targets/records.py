@@ -7,10 +7,30 @@ from typing import Any, Literal
 
 from torch.fx import Graph
 
+from compressor.errors import TracingError
+
 Engine = Literal["auto", "graph", "suspend"]
 Verify = Literal["off", "first", "all"]
 ENGINES: tuple[Engine, ...] = ("auto", "graph", "suspend")
 VERIFY: tuple[Verify, ...] = ("off", "first", "all")
+
+
+def check_tracing_options(engine: str, verify: str, max_variants: int) -> None:
+    """Refuse choices that do not exist.
+
+    Args:
+        engine: of ENGINES.
+        verify: of VERIFY.
+        max_variants: at least 1.
+
+    Raises:
+        TracingError: one of them breaks its rule.
+    """
+    for name, value, known in (("engine", engine, ENGINES), ("verify", verify, VERIFY)):
+        if value not in known:
+            raise TracingError(f"{name}: {value!r} does not exist; choose one of {', '.join(known)}")
+    if max_variants < 1:
+        raise TracingError(f"max_variants: {max_variants} leaves no room for the first graph; give at least 1")
 
 
 @dataclass(frozen=True)
