@@ -226,8 +226,8 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    said = {"attention": attention, "unwritable": unwritable, "notes": notes}
-    return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit, **said)
+    made = replace(made, attention=attention, unwritable=unwritable, notes=notes)
+    return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit)
 
 
 def _device_bytes(settings: PlanSettings) -> int | None:
