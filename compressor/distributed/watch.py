@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
@@ -69,6 +70,8 @@ class Watch:
             size: number of ranks.
         """
         self._store, self._rank, self._size = store, rank, size
+        store.set_timeout(timedelta(seconds=_PATIENCE_SECONDS))  # torch would look half an hour for a store whose process is gone
+        self._is_lost = False
         self._others = {other: _Other() for other in range(size) if other != rank}
         self._failure: str | None = None
         self._quit = threading.Event()
@@ -194,11 +197,15 @@ class Watch:
                     self._post(self._rank, f"lost the rendezvous store ({_first_sentence(error)})", "RankError", 0)
 
     def _ask(self, what: str, *given: Any) -> Any:
-        """Call the store; over a new connection where the old one is broken."""
+        """Call the store; over a new connection where the old one is broken, which is tried once."""
         try:
             return getattr(self._store, what)(*given)
         except RuntimeError:
+            if self._is_lost:
+                raise
+            self._is_lost = True
             self._store = self._store.clone()
+            self._is_lost = False
             return getattr(self._store, what)(*given)
 
     def _look(self, rank: int, other: _Other) -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch import distributed as dist
 
+from compressor.distributed.watch import Watch
+from compressor.errors import RankError
 from tests.compressor.distributed.rank_failures import MOMENTS, run_ranks
+from tests.compressor.distributed.rank_jobs import CONTEXT
 
 RECIPE = (
     "quant_modifiers: {GPTQModifier: {ignore: [lm_head], config_groups: {all: {targets: [Linear], "
@@ -66,3 +73,40 @@ def test_all_end_with_one_message_and_go_on_to_the_same_bytes(number: int, model
     assert not any(again.codes), again.said
     assert files(tmp_path / "out") == whole
     assert {path.name for path in tmp_path.iterdir()} == {"fails", "again", "out"}
+
+
+def _serve(file: Path) -> None:
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    file.with_suffix(".new").write_text(str(store.port))
+    file.with_suffix(".new").rename(file)
+    time.sleep(600)
+
+
+def test_a_store_whose_process_is_killed_ends_all_in_seconds(tmp_path: Path) -> None:
+    """As that of torchrun, where the system kills it: no other connection can be had."""
+    file = tmp_path / "port"
+    server = CONTEXT.Process(target=_serve, args=(file,))
+    server.start()
+    while not file.exists():
+        time.sleep(0.02)
+    watch = Watch(dist.PrefixStore("a run", dist.TCPStore("localhost", int(file.read_text()), is_master=False)), 0, 2)  # type: ignore[attr-defined]
+    watch.check()
+    server.kill()
+    server.join()
+    found: list[str] = []
+
+    def look() -> None:
+        with suppress(RankError):
+            while not found:
+                time.sleep(0.1)
+                watch.check()
+        found.append("ended")
+        watch.close()
+        found.append("closed")
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert found == ["ended", "closed"]
+    with pytest.raises(RankError, match=r"^rank 0 of 2: lost the rendezvous store \("):
+        watch.check()
