@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compressor.errors import CheckpointError
 from compressor.nn import weight_of
-from compressor.numerics.packing import quantized_weight_bytes
+from compressor.numerics.packing import quantized_bytes
 from compressor.numerics.scheme import QuantizationScheme
 
 
@@ -91,7 +91,4 @@ def _weight_bytes(module: nn.Module) -> int:
 
 def _bytes_after(module: nn.Module, scheme: QuantizationScheme) -> int:
     weight = weight_of(module)
-    rows, columns = weight.shape
-    assert scheme.weights is not None
-    packed = scheme.compression_format == "pack-quantized"
-    return quantized_weight_bytes(rows, columns, scheme.weights, packed=packed, scale_bytes=weight.element_size())
+    return quantized_bytes(*weight.shape, scheme, scale_bytes=weight.element_size())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from compressor.numerics.formats import decode_mx_scale, encode_mx_scale, mx_scale
 from compressor.numerics.observers import MinMaxObserver, MSEObserver, Observer, make_observer, weight_qparams
-from compressor.numerics.packing import pack_fp4, pack_int32, quantized_weight_bytes, scale_shape, unpack_fp4, unpack_int32
+from compressor.numerics.packing import pack_fp4, pack_int32, quantized_bytes, scale_shape, unpack_fp4, unpack_int32
 from compressor.numerics.products import ProductPath, code_product, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams, calculate_global_scale, calculate_qparams, check_qparams, range_qparams
 from compressor.numerics.quantize import check_groups, dequantize, dynamic_qparams, fake_quantize, inside_range, quantize
@@ -48,7 +48,7 @@ __all__ = [
     "preset_scheme",
     "product_path",
     "quantize",
-    "quantized_weight_bytes",
+    "quantized_bytes",
     "range_qparams",
     "run_width",
     "scale_shape",

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from compressor.errors import NumericsError, SchemeError
 from compressor.numerics.formats import FP4_VALUES
-from compressor.numerics.scheme import QuantizationArgs
+from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 
 WORD_BITS = 32
 
@@ -197,19 +197,30 @@ def scale_shape(num_rows: int, num_columns: int, args: QuantizationArgs) -> tupl
     return num_rows, num_columns // args.group_size if args.is_grouped and args.group_size else 1
 
 
-def quantized_weight_bytes(num_rows: int, num_columns: int, args: QuantizationArgs, *, packed: bool, scale_bytes: int = 2) -> int:
-    """Return the bytes of codes, scales, zero points and shape of one weight.
+def quantized_bytes(num_rows: int, num_columns: int, scheme: QuantizationScheme, *, scale_bytes: int = 2) -> int:
+    """Return the bytes of codes, scales, zero points and shape of one weight, and of the static scale of its input.
 
     Args:
         num_rows: out features, R.
         num_columns: in features, C.
-        args: number format.
-        packed: codes are packed into int32 words along a row (pack-quantized); else one byte per code. fp4 always takes half a byte.
+        scheme: formats of weight and input. Pack-quantized codes lie in int32 words along a row, of fp4 two in a byte, others in one.
         scale_bytes: bytes of one scale.
 
     Returns:
-        Bytes of all tensors that the format stores for this weight.
+        Bytes of all tensors that the format stores.
     """
+    assert scheme.weights is not None
+    packed = scheme.compression_format == "pack-quantized"
+    return _weight_bytes(num_rows, num_columns, scheme.weights, packed, scale_bytes) + _input_bytes(scheme.input_activations, scale_bytes)
+
+
+def _input_bytes(args: QuantizationArgs | None, scale_bytes: int) -> int:
+    if args is None or args.dynamic is True:
+        return 0
+    return 4 if args.has_global_scale else scale_bytes + (0 if args.symmetric else 1)
+
+
+def _weight_bytes(num_rows: int, num_columns: int, args: QuantizationArgs, packed: bool, scale_bytes: int) -> int:
     num_scales = math.prod(scale_shape(num_rows, num_columns, args))
     if args.type == "float":
         scale_bytes = 1 if args.scale_dtype else scale_bytes

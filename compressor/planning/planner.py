@@ -357,8 +357,9 @@ def _made(
     searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}
     trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained, follow)
-    matrices = sum(one.online_bytes(skeleton) for one in parsed.modifiers if isinstance(one, _TurningOnline))
-    estimate = replace(estimate, checkpoint_bytes=estimate.checkpoint_bytes + matrices)
+    beside = sum(one.online_bytes(skeleton) for one in parsed.modifiers if isinstance(one, _TurningOnline))
+    beside += sum(one.kv_bytes(skeleton, one.ignore) for one in parsed.modifiers if isinstance(one, SchemeModifier))
+    estimate = replace(estimate, checkpoint_bytes=estimate.checkpoint_bytes + beside)
     modules = [target.module for target in targets.values()]
     online: dict[str, float] = {}
     for modifier in parsed.modifiers:

@@ -25,6 +25,7 @@ from compressor.nn.attention.kv_cache import (
     attention_modules,
     check_kv_args,
     kv_args,
+    kv_scale_bytes,
     num_heads,
     parts_of,
     with_view,
@@ -67,6 +68,20 @@ class KVCacheTargets(BaseModel):
     def needs_kv(self) -> bool:
         """Whether the scales of keys and values must be calibrated."""
         return self.kv_format is not None and not self.kv_format.dynamic
+
+    def kv_bytes(self, model: nn.Module, ignore: Sequence[str]) -> int:
+        """Say what the scales of keys and values, and of queries, take in a checkpoint.
+
+        Args:
+            model: not modified.
+            ignore: see `kv_targets`.
+
+        Returns:
+            Bytes.
+        """
+        args, queries = self.kv_format, "q" in self._parts
+        found = {} if args is None else self.kv_targets(model, ignore)
+        return sum(kv_scale_bytes(module, args, name, queries=queries) for name, module in found.items() if args is not None)
 
     def kv_targets(self, model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Module]:
         """Find the attention modules whose keys and values are to be quantized, and queries where attention itself is a target.

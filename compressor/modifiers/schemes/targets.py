@@ -19,7 +19,7 @@ from compressor.model.targets import closeness, loose_patterns, matches, owners_
 from compressor.modifiers.schemes.settings import SchemeSettings
 from compressor.nn import check_fit, is_quantizable, weight_of
 from compressor.numerics import QuantizationArgs, QuantizationScheme
-from compressor.numerics.packing import quantized_weight_bytes
+from compressor.numerics.packing import quantized_bytes
 
 _LOST = 0.9  # relative squared error, 1 where all became zero; 2 bits have 0.3 to 0.6
 
@@ -207,8 +207,7 @@ class SchemeTargets(SchemeSettings):
             ignored = [pattern for pattern in self.ignore if matches(name, module, pattern)]
             reason = f"ignored by {ignored[0]!r}" if ignored else "no target matches it"
             return PlannedModule(name, type(self).__name__, None, reason, {**details, "bytes_after": before})
-        packed = scheme.compression_format == "pack-quantized"
-        after = quantized_weight_bytes(rows, columns, scheme.weights, packed=packed, scale_bytes=weight.element_size())
+        after = quantized_bytes(rows, columns, scheme, scale_bytes=weight.element_size())
         return PlannedModule(name, type(self).__name__, scheme_label(scheme.weights), None, {**details, "bytes_after": after})
 
 

@@ -308,6 +308,23 @@ def _empty_scales(attention: nn.Module, args: QuantizationArgs, part: str, where
     return QParams(torch.empty(shape, dtype=dtype, device=weight.device), zeros)
 
 
+def kv_scale_bytes(attention: nn.Module, args: QuantizationArgs, name: str, *, queries: bool = False) -> int:
+    """Say what the static scales and zero points of an attention module take in a checkpoint.
+
+    Args:
+        attention: without a quantizer, its weights still floats.
+        args: the format of keys and values.
+        name: dotted name of the module, for errors.
+        queries: they are quantized as well.
+
+    Returns:
+        Bytes; 0 where scales are computed from each token.
+    """
+    itemsize = next(attention.parameters()).element_size() + (not args.symmetric)
+    found = [] if args.dynamic else [_empty_scales(attention, args, part, name) for part in parts_of(queries)]
+    return sum(itemsize * one.scale.numel() for one in found)
+
+
 def num_heads(attention: nn.Module, part: str, where: str) -> int:
     """Return how many heads the queries, keys or values of an attention module have.
 

@@ -50,18 +50,36 @@ ONLINE = {
 }
 
 
-@pytest.mark.parametrize("modifier", ONLINE.values(), ids=ONLINE)
-def test_the_matrices_of_rotations_are_planned_on_the_disk(modifier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def recipe() -> list[Any]:
-        return [modifier.model_copy(deep=True), QuantizationModifier(scheme="W8A8", ignore=["lm_head"])]
+STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+KV, INTS = {"type": "float", **STATIC}, {"num_bits": 8, "strategy": "channel"}
+BESIDE: dict[str, list[Any]] = {
+    **{name: [modifier, QuantizationModifier(scheme="W8A8", ignore=["lm_head"])] for name, modifier in ONLINE.items()},
+    "scales of inputs": [QuantizationModifier(config_groups={"g": {"targets": ["Linear"], "weights": INTS, "input_activations": STATIC}})],
+    "zeros of inputs": [
+        QuantizationModifier(
+            config_groups={"g": {"targets": ["Linear"], "weights": INTS, "input_activations": {**STATIC, "symmetric": False}}}
+        )
+    ],
+    "scales of keys": [QuantizationModifier(kv_cache_scheme=KV)],
+    "scales of heads": [QuantizationModifier(kv_cache_scheme={**KV, "strategy": "attn_head"})],
+    "scales of queries": [QuantizationModifier(config_groups={"g": {"targets": ["LlamaAttention"], "input_activations": KV}})],
+}
 
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_lies_beside_the_codes_is_planned_on_the_disk(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recipe() -> list[Any]:
+        return [modifier.model_copy(deep=True) for modifier in BESIDE[name]]
+
+    chosen: dict[str, Any] = {"device": "cpu", "dtype": dtype, "dataset": torch.arange(24).reshape(3, 8)}
     llama().save_pretrained(tmp_path / "base")
-    planned = plan(tmp_path / "base", recipe=recipe()).estimate.checkpoint_bytes
+    planned = plan(tmp_path / "base", recipe=recipe(), dtype=dtype).estimate.checkpoint_bytes
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=planned - 1))
         with pytest.raises(CheckpointError, match="are free"):
-            oneshot(tmp_path / "base", recipe=recipe(), device="cpu", output_dir=tmp_path / "full")
-    oneshot(tmp_path / "base", recipe=recipe(), device="cpu", output_dir=tmp_path / "out")
+            oneshot(tmp_path / "base", recipe=recipe(), output_dir=tmp_path / "full", **chosen)
+    oneshot(tmp_path / "base", recipe=recipe(), output_dir=tmp_path / "out", **chosen)
     tensors = load_file(tmp_path / "out" / "model.safetensors").values()
     assert planned == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
