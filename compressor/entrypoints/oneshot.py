@@ -380,7 +380,8 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         check_readable(schemes, state.model, kv[0] if kv else None)
         saved_state(state.model)
     if not place.may_be_done:
-        beside = sum(part.online_bytes(state.model) for part in session.modifiers if isinstance(part, RotatingModifier))
+        turning = [part for part in session.modifiers if isinstance(part, RotatingModifier)]
+        beside = sum(part.online_bytes(state.model) + part.added_bytes(state.model) for part in turning)
         beside += sum(part.kv_bytes(state.model, part.ignore) for part in parts)
         check_room(state.model, schemes, place.output_dir, place.run_dir, beside=beside)
     odd = module_notes(state.model) if state.keep_originals else []

@@ -100,6 +100,16 @@ class _TurningOnline(Protocol):
     def online_bytes(self, model: nn.Module) -> int:
         """What their matrices take in a checkpoint."""
 
+    def added_bytes(self, model: nn.Module) -> int:
+        """What weights the model has more when it is turned."""
+
+
+@runtime_checkable
+class _Finding(Protocol):
+    @property
+    def found_in_forwards(self) -> str:
+        """What a run learns from the model's own forward, in words."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -121,8 +131,9 @@ class Plan:
         fit: what of it fits into the memory of the GPU that was named.
         attention: what of attention would be quantized; None where nothing would.
         unwritable: why a run that is to write a checkpoint would be refused; None where it would not.
-        untried: why not all of the recipe was held against the model; None where it was.
-        notes: what a run would say before its calibration of settings that change nothing, and of who reads the checkpoint.
+        untried: why not all that a run looks at before its first forward was tried; None where it was.
+        notes: what a run would say before its calibration of settings that change nothing, and of who reads the checkpoint; and what it
+            would find, or refuse, in forwards, which a plan does not run.
         conversion: what `convert` would take, with as many workers as ranks; None where the recipe or the model in memory needs a run.
     """
 
@@ -190,7 +201,9 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode)
     unread = parsed.check_oneshot(settings.ranks)
     made = plan_recipe(model, parsed, settings)
-    return replace(made, notes=(*unread, *made.notes))
+    finding = [one for one in parsed.modifiers if isinstance(one, _Finding)]
+    later = [f"{one.label}: {one.found_in_forwards} shows in a forward of the weights, so that a run may refuse it" for one in finding]
+    return replace(made, notes=(*unread, *later, *made.notes))
 
 
 def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSettings) -> Plan:
@@ -220,7 +233,8 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
             speed = measure_speed(device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             ahead = None if in_memory else int(on_gpu)  # on a GPU the next layer is on its way
             suspends = settings.engine == "suspend"
-            setting = Setting(bytes_of(skeleton), not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)
+            held = bytes_of(skeleton) + sum(one.added_bytes(skeleton) for one in parsed.modifiers if isinstance(one, _TurningOnline))
+            setting = Setting(held, not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)
             attention, (unwritable, notes) = _attention(skeleton, parsed.modifiers), _readers(skeleton, parsed.modifiers)
             made = _estimated(skeleton, parsed, chosen, settings, setting, of_all, None if in_memory else device)
         finally:
@@ -357,7 +371,7 @@ def _made(
     searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}
     trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained, follow)
-    beside = sum(one.online_bytes(skeleton) for one in parsed.modifiers if isinstance(one, _TurningOnline))
+    beside = sum(one.online_bytes(skeleton) + one.added_bytes(skeleton) for one in parsed.modifiers if isinstance(one, _TurningOnline))
     beside += sum(one.kv_bytes(skeleton, one.ignore) for one in parsed.modifiers if isinstance(one, SchemeModifier))
     estimate = replace(estimate, checkpoint_bytes=estimate.checkpoint_bytes + beside)
     modules = [target.module for target in targets.values()]

@@ -71,6 +71,11 @@ class ScaleMovingModifier(Modifier):
                 raise RecipeError("mappings: an empty list was given, so nothing would be changed; leave it out to have them found")
         return value
 
+    @property
+    def found_in_forwards(self) -> str:
+        """What a run learns from the model's own forward, and refuses where there is nothing."""
+        return "which scales may move"
+
     def on_initialize(self, state: State) -> bool:
         """Resolve mappings of the recipe, before any data is read."""
         self._written, self._was_asked = None, False

@@ -204,6 +204,18 @@ class RotatingModifier(Modifier):
         """
         return bytes_of_sizes(self.transform_block_size or width for _, width, _ in self.turned_online(model))
 
+    def added_bytes(self, model: nn.Module) -> int:
+        """Say what weights the model has more when it is turned.
+
+        Args:
+            model: with or without values; not modified.
+
+        Returns:
+            Bytes.
+        """
+        del model
+        return 0
+
     def check_apart(self, state: State, before: Sequence[Modifier]) -> None:
         """Refuse a rotation in the forward where a modifier before it has put one, as far as shapes and the config say.
 

@@ -25,7 +25,7 @@ from compressor.mappings.inner import find_inner
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
 from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.evaluation import evaluation_mode
-from compressor.model.targets import text_config
+from compressor.model.targets import ends_of, text_config
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
 from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, outputs_of_model
@@ -168,6 +168,18 @@ class SpinQuantModifier(RotatingModifier):
             return 0.0
         held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
         return num_samples + 9 * held_out + 3 * self.steps * self.batch_size
+
+    @property
+    def found_in_forwards(self) -> str:
+        """What a run learns from the model's own forward, and refuses where there is nothing."""
+        return f"what {' and '.join(self.rotations)} {'turn' if self.rotations[1:] else 'turns'}"
+
+    def added_bytes(self, model: nn.Module) -> int:
+        """With R1, a head that shares the embedding's weight gets one of its own."""
+        head, embedding = ends_of(model) if hasattr(model, "get_output_embeddings") else (None, None)
+        shared = getattr(head, "weight", None)
+        is_own = shared is None or "R1" not in self.rotations or shared is not getattr(embedding, "weight", None)
+        return 0 if is_own else shared.numel() * shared.element_size()
 
     def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int, str]]:
         """With R4, the last layers of MLPs, told by the config's sizes: which they are, a forward of the weights says.

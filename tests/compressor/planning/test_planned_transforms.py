@@ -66,6 +66,21 @@ BESIDE: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.parametrize("rotations", [["R1"], ["R2"]])
+def test_a_head_that_shares_the_embedding_is_planned_as_one_of_its_own_where_it_is_turned(rotations: list[str], tmp_path: Path) -> None:
+    tiny.llama(tie_word_embeddings=True).save_pretrained(tmp_path / "base")
+    rounding = {"QuantizationModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}
+    recipe = {"q_modifiers": {"SpinQuantModifier": {"rotations": rotations}, **rounding}}
+    made = plan(tmp_path / "base", recipe=recipe).estimate
+    oneshot(tmp_path / "base", recipe=recipe, device="cpu", output_dir=tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert made.checkpoint_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    assert ("lm_head.weight" in tensors) is (rotations == ["R1"])
+    plain = plan(tmp_path / "base", recipe={"q_modifiers": rounding}).estimate
+    more = tensors["lm_head.weight"].nbytes if rotations == ["R1"] else 0
+    assert made.model_bytes == plain.model_bytes + more
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_lies_beside_the_codes_is_planned_on_the_disk(name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,15 @@ def test_a_plan_refuses_a_recipe_of_another_run_a_used_modifier_and_ranks_that_c
     assert plan(tiny.llama(), recipe=Alone(**INTS)).modules
 
 
+def test_what_only_a_forward_shows_is_said_by_a_plan() -> None:
+    said = [plan(tiny.llama(), recipe={"q_modifiers": {name: {}, **GPTQ}}).notes for name in ("SpinQuantModifier", "AWQModifier")]
+    assert said == [
+        ("SpinQuantModifier[0]: what R1 and R2 turn shows in a forward of the weights, so that a run may refuse it",),
+        ("AWQModifier[0]: which scales may move shows in a forward of the weights, so that a run may refuse it",),
+    ]
+    assert plan(tiny.llama(), recipe={"q_modifiers": GPTQ}).notes == ()
+
+
 TIMES: list[dict[str, float]] = [{"start": 0.0}, {"start": 2.0}, {"end": 1.0}, {"update": 1.0}, {"start": 0.0, "end": 4.0}]
 
 
@@ -127,7 +136,7 @@ def test_steps_that_a_run_does_not_count_are_noted_by_plan_and_run_and_change_no
     first = {"SmoothQuantModifier": {}} if kind is QuantizationModifier else {"MagnitudePruningModifier": {"final_sparsity": 0.5, **REST}}
     own, behind = (REST, {"QuantizationModifier": STATIC}) if kind is ConstantPruningModifier else (STATIC, {})
     recipe, plain = ({"q_stage": {"q_modifiers": {**first, kind.__name__: {**own, **given}, **behind}}} for given in (times, {}))
-    (note,) = plan(tiny.llama(), recipe=recipe).notes
+    note, *_ = plan(tiny.llama(), recipe=recipe).notes
     given = ", ".join(f"{name}={value}" for name, value in times.items())
     assert note == f"{kind.__name__}[1]: {given} {'count' if len(times) > 1 else 'counts'} in a training, and here there is none"
     ours, theirs = (oneshot(tiny.llama(), recipe=one, dataset=IDS) for one in (recipe, plain))
