@@ -81,7 +81,10 @@ def load_blocks(
         DatasetError: the source is missing, of an unknown kind, too short for one block, or a row cannot be used.
     """
     if isinstance(source, DataLoader):
-        raise DatasetError(f"{name}: a DataLoader decides its own batches, and training draws its own; give the loader's dataset instead")
+        raise DatasetError(
+            f"{name}: a DataLoader decides its own batches, and training draws its own; give a list of its rows instead (texts, token ids "
+            "or mappings)"
+        )
     length = chosen_length(max_seq_length, max_positions)
     if length < 2:
         raise DatasetError(f"max_seq_length: a block of {length} token has none to predict; give at least 2")

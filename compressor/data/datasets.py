@@ -116,7 +116,8 @@ def load_dataset_source(
         return _from_loader(source, num_calibration_samples, length if max_seq_length is not None else max_positions)
     rows: list[Tokens] = []
     num_dropped = 0
-    read = read_rows(source, text_column=text_column, shuffle_seed=seed if shuffle else None, inputs=inputs)
+    drawn, others = seed if shuffle else None, ", or a DataLoader"
+    read = read_rows(source, text_column=text_column, shuffle_seed=drawn, inputs=inputs, others=others)
     encoded = (_checked(row, tokenizer, NO_LIMIT if concatenate else length, inputs) for row in read)
     for tokens in _joined(encoded, length) if concatenate else encoded:
         if tokens.num_counted:

@@ -41,7 +41,7 @@ class Row(NamedTuple):
     beside: Mapping[str, Any] = MappingProxyType({})
 
 
-def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None, inputs: Collection[str] = ()) -> Iterator[Row]:
+def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None, inputs: Collection[str] = (), others: str = "") -> Iterator[Row]:
     """Open a source and yield its rows.
 
     Args:
@@ -50,6 +50,7 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None, inputs
         text_column: column of the text.
         shuffle_seed: yield the rows in an order drawn with this seed; None keeps their own order.
         inputs: columns that a parquet file is to give as well, in `beside`; other sources give all.
+        others: what else the caller takes, for the error.
 
     Returns:
         An iterator; it raises DatasetError at the first row that cannot be used.
@@ -71,7 +72,7 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None, inputs
         return _list_rows(source, text_column, shuffle_seed)
     raise DatasetError(
         f"dataset: a {type(source).__name__} is no source of calibration data; give a file (.jsonl, .txt, .parquet, .safetensors, .json, "
-        ".csv), a Hugging Face Dataset, a list of texts or token tensors, or a DataLoader"
+        f".csv), a Hugging Face Dataset, a list of texts, token tensors or mappings{others}"
     )
 
 

@@ -36,7 +36,7 @@ from compressor.errors import DatasetError, ModelError, RecipeError, UserInputEr
 from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoints.audit import Content, check_unclaimed, check_values, contents
 from compressor.model.checkpoints.save import save_checkpoint, saved_state
-from compressor.model.class_readers import buffer_notes, check_readable, module_notes, reading_notes
+from compressor.model.class_readers import buffer_notes, check_readable, dtype_notes, module_notes, reading_notes
 from compressor.model.disk_room import check_room
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
@@ -384,7 +384,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
         beside = sum(part.online_bytes(state.model) + part.added_bytes(state.model) for part in turning)
         beside += sum(part.kv_bytes(state.model, part.ignore) for part in parts)
         check_room(state.model, schemes, place.output_dir, place.run_dir, beside=beside)
-    odd = module_notes(state.model) if state.keep_originals else []
+    odd = [*module_notes(state.model), *dtype_notes(state.model)] if state.keep_originals else []
     for note in (*reading_notes(state.model, schemes, kv[0] if kv else None, queries=queries), *odd):
         state.report.notes.append(note)  # of a model that stays in memory, too: it may be saved later
         if to_disk:

@@ -246,6 +246,31 @@ def _differences(name: str, module: nn.Module, built: nn.Module) -> list[str]:
     return odd
 
 
+def dtype_notes(model: nn.Module) -> list[str]:
+    """Say that a model in memory holds weights of several dtypes: config.json names one, and readers cast all others to it.
+
+    Args:
+        model: compressed or not; not changed.
+
+    Returns:
+        A sentence, or none: also of what is no model of transformers. Weights that its class keeps in float32 are none of these.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return []
+    kept = {*(model._keep_in_fp32_modules_strict or ()), *((model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else ())}
+    held = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
+    cast = sorted(name for name, value in held.items() if value.dtype != model.dtype and not any(one in name for one in kept))
+    if not cast:
+        return []
+    here, there = (str(dtype).removeprefix("torch.") for dtype in (held[cast[0]].dtype, model.dtype))
+    return [
+        f"{len(cast)} tensors ({some(cast)}) are {here} in this model, and {there}, the one dtype that config.json names, where its "
+        "checkpoint is loaded, so that it computes otherwise than this; cast the model to one dtype first"
+    ]
+
+
 def buffer_notes(model: nn.Module) -> list[str]:
     """Say that a cast has rounded buffers that no checkpoint holds, such as rotary frequencies; whoever loads it gets them unrounded.
 

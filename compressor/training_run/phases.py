@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -133,9 +134,15 @@ class TrainingRun:
             check_vocabulary(found, model)
             return found
 
+        def held_out(source: Any, length: int) -> TokenBlocks:
+            try:
+                return blocks(source, "eval_dataset", length)
+            except DatasetError as error:  # who reads knows one dataset
+                raise DatasetError(re.sub(r"^dataset\b", "eval_dataset", str(error))) from error
+
         self.data = blocks(dataset, "dataset", max_seq_length)
         length = self.data.input_ids.shape[1]
-        self.eval_data = None if eval_dataset is None else blocks(eval_dataset, "eval_dataset", length)
+        self.eval_data = None if eval_dataset is None else held_out(eval_dataset, length)
         settings = self.settings
         several = self.data.input_ids[:1].to(self.device).expand(min(settings.batch_size, 2), -1)
         self.attention = causal_attention(model, several)

@@ -365,6 +365,9 @@ def test_training_and_plans_look_at_their_arguments_too(llama_dir: Path) -> None
     for name, value in (("epochs", "1"), ("ema", 0.5), ("steps", 1.5), ("model", None), ("recipe_args", 5)):
         with pytest.raises(UserInputError, match=f"^{name}: "):
             train(**{"model": llama_dir, "dataset": IDS, name: value})  # type: ignore[arg-type]
+    for value in ((row for row in IDS), {"input_ids": IDS}):
+        with pytest.raises(DatasetError, match=r"^eval_dataset: a (generator|dict) is no source .* token tensors or mappings$"):
+            train(llama_dir, dataset=IDS, steps=1, eval_dataset=value)
     with pytest.raises(ModelError, match="dtype: 'x'"):
         plan(llama_dir, recipe=quantize(), dtype="x")
     recipe = {

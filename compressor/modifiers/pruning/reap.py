@@ -67,6 +67,11 @@ class REAPPruningModifier(Modifier):
         check_patterns(patterns, required=False)
         return patterns
 
+    @field_validator("report_path", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
     @field_validator("report_path", mode="after")
     @classmethod
     def _is_json(cls, value: str | None) -> str | None:

@@ -119,3 +119,16 @@ def test_packed_zero_points_in_one_word_are_refused_before_the_run(heads: int, g
 def test_attention_that_readers_do_not_know_is_refused_as_that(kind: str) -> None:
     with pytest.raises(TargetError, match=rf"{kind}ForCausalLM has no attention module in which readers would quantize keys and values"):
         oneshot(model_of(kind), recipe={"QuantizationModifier": {"kv_cache_scheme": KV}}, dataset=TOKENS)
+
+
+@pytest.mark.parametrize(
+    "recipe", [{"QuantizationModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}, {"MagnitudePruningModifier": {"final_sparsity": 0.5}}]
+)
+def test_weights_of_several_dtypes_are_said_before_the_run(recipe: dict[str, Any], tmp_path: Path) -> None:
+    model = model_of("Llama")
+    model.get_input_embeddings().bfloat16()
+    with pytest.warns(UserWarning, match=r"11 tensors \(lm_head.weight, .*\) are float32 in this model, and bfloat16, the one dtype"):
+        result = oneshot(model, recipe=recipe, output_dir=tmp_path / "out")
+    assert not torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(result.model))
+    for plain in (model_of("Llama").bfloat16(), model_of("Llama")):
+        assert not any("the one dtype" in note for note in oneshot(plain, recipe=recipe).report.notes)

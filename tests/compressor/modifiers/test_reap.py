@@ -93,7 +93,7 @@ def num_experts(model: nn.Module) -> set[int]:
 def test_the_class_loads_a_smaller_model_that_computes_the_same(make: Callable[[], Any], tmp_path: Path) -> None:
     model = make()
     (before,) = num_experts(model)
-    recipe = REAPPruningModifier(sparsity=0.5, report_path=str(tmp_path / "kept.json"))
+    recipe = REAPPruningModifier(sparsity=0.5, report_path=tmp_path / "kept.json")  # type: ignore[arg-type]
     result = oneshot(model, recipe=recipe, dataset=IDS, output_dir=tmp_path / "out")
     loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert num_experts(loaded) == {before // 2}
