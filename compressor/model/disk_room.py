@@ -91,4 +91,5 @@ def _weight_bytes(module: nn.Module) -> int:
 
 def _bytes_after(module: nn.Module, scheme: QuantizationScheme) -> int:
     weight = weight_of(module)
-    return quantized_bytes(*weight.shape, scheme, scale_bytes=weight.element_size())
+    rows, columns = weight.shape
+    return quantized_bytes(rows, columns, scheme, scale_bytes=weight.element_size())

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.data.collate import Batch
 from compressor.errors import CalibrationError, RecipeError, TargetError
@@ -178,8 +178,8 @@ class SpinQuantModifier(RotatingModifier):
         """With R1, a head that shares the embedding's weight gets one of its own."""
         head, embedding = ends_of(model) if hasattr(model, "get_output_embeddings") else (None, None)
         shared = getattr(head, "weight", None)
-        is_own = shared is None or "R1" not in self.rotations or shared is not getattr(embedding, "weight", None)
-        return 0 if is_own else shared.numel() * shared.element_size()
+        is_tied = "R1" in self.rotations and shared is getattr(embedding, "weight", None)
+        return shared.nbytes if is_tied and isinstance(shared, Tensor) else 0
 
     def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int, str]]:
         """With R4, the last layers of MLPs, told by the config's sizes: which they are, a forward of the weights says.

@@ -21,6 +21,7 @@ from compressor.model.class_readers import reading_notes
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn.attention.kv_cache import cache_argument
 from compressor.numerics import QuantizationArgs
+from tests import tiny
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 EXPERTS = {"intermediate_size": 32, "num_key_value_heads": 2, "num_local_experts": 2}
@@ -95,9 +96,7 @@ def _transformers_agrees(folder: Path, expected: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize(("heads", "group_size", "is_read"), [(4, 16, False), (2, 16, True), (4, 32, True)])
 def test_packed_zero_points_in_one_word_are_refused_before_the_run(heads: int, group_size: int, is_read: bool, tmp_path: Path) -> None:
-    sizes = {**SIZES, "intermediate_size": 32, "num_attention_heads": heads, "num_key_value_heads": 1}
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()  # type: ignore[arg-type]
+    model = tiny.llama(**{**SIZES, "intermediate_size": 32, "num_attention_heads": heads, "num_key_value_heads": 1})
     weights = {"num_bits": 4, "group_size": group_size, "symmetric": False}
     recipe = {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}}
     unwritable, folder = plan(model, recipe=recipe).unwritable, tmp_path / "out"
