@@ -117,7 +117,7 @@ def test_a_weight_that_holds_nan_is_named(modifier: Any) -> None:
     with pytest.raises(
         NumericsError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight: holds NaN or infinity.* or ignore model.layers.1.mlp.up"
     ):
-        oneshot(model, recipe=modifier, dataset=IDS)
+        oneshot(model, recipe=[modifier, QuantizationModifier(config_groups=GROUPS, **REST)], dataset=IDS)
     session = Session(State(model), [MagnitudePruningModifier(final_sparsity=0.5, mask_structure="filter", **REST)])
     session.initialize()
     with pytest.raises(NumericsError, match=r"^model\.layers\.1\.mlp\.up_proj: holds NaN"):  # in the midst of a training
