@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from harness.reporting.text import printable
+
 _PACKAGES = ("torch", "transformers", "compressed-tensors", "numpy")
 _VARIABLES = ("OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "CUDA_VISIBLE_DEVICES")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -59,7 +61,7 @@ def current_environment(device: str = "cpu") -> Environment:
         import torch
 
         facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
-    return Environment(facts)
+    return Environment({name: printable(fact) for name, fact in facts.items()})
 
 
 def _version(package: str) -> str | None:

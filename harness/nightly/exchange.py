@@ -113,7 +113,7 @@ def read_tables(source: Path) -> Exchanged:
 def _csv(name: str, rows: Iterable[tuple[Any, ...]]) -> bytes:
     """A line a row behind one of names; numbers with all their digits."""
     text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text)  # lines as RFC 4180 ends them: only then Python quotes a text with a carriage return, as older rows may have
     writer.writerow(TABLES[name])
     writer.writerows([repr(one) if isinstance(one, float) else one for one in row] for row in rows)
     return text.getvalue().encode()

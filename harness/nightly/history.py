@@ -28,6 +28,8 @@ from harness.nightly.measurement import (
     Measurement,
     begins_with_a_date,
     check_measurement,
+    check_text,
+    check_texts,
     in_time,
     readings,
 )
@@ -117,9 +119,10 @@ class History:
             The measurement.
 
         Raises:
-            UserInputError: a name is empty or no text, or a value is no number, not finite or not above 0.
+            UserInputError: a text is none of one line, or a value is no number, not finite, not above 0, or beyond every unit.
             HistoryError: the file cannot be written; nothing of it was.
         """
+        check_text("environment", environment.to_json())
         night = datetime.now(UTC).date().isoformat() if night is None else night
         made = Measurement(night, environment.digest, revision, metric, better, readings(metric, values), kind)
         self._write(environment, [made])
@@ -142,18 +145,20 @@ class History:
     def _write(self, environment: Environment, measurements: Sequence[Measurement], row: CellRow | None = None) -> None:
         for one in measurements:
             check_measurement(one)
+        if row is not None:
+            check_texts(row)
         with self._open(write=True) as database:
-            self._check_label(database, row.night if row is not None else measurements[0].night)
             for one in measurements:
-                known = database.execute("SELECT better, kind FROM measurements WHERE metric = ? LIMIT 1", (one.metric,)).fetchone()
-                for name, before, now in zip(("better", "kind"), known or (), (one.better, one.kind), strict=False):
-                    if before != now:
-                        raise UserInputError(
-                            f"{one.metric}: {name}={now!r} was given, and its nights so far say {before!r}; give it another name"
-                        )
                 self._insert(database, one, environment.to_json(), _now())
             if row is not None:
                 self._insert_cell(database, row, environment.to_json(), _now())
+
+    def _check_kind(self, database: sqlite3.Connection, one: Measurement) -> None:
+        """A metric is judged in one way."""
+        known = database.execute("SELECT better, kind FROM measurements WHERE metric = ? LIMIT 1", (one.metric,)).fetchone()
+        for name, before, now in zip(("better", "kind"), known or (), (one.better, one.kind), strict=False):
+            if before != now:
+                raise UserInputError(f"{one.metric}: {name}={now!r} was given, and its nights so far say {before!r}; give it another name")
 
     def _check_label(self, database: sqlite3.Connection, night: str) -> None:
         """Labels of nights sort by time only among their like."""
@@ -181,6 +186,8 @@ class History:
         """
         if not TEXT.holds(reason):
             raise UserInputError("reason: it is blank, and nobody would know why the change is meant; give a sentence")
+        accepted = Acceptance(metric, night, until, " ".join(reason.split()))
+        check_texts(accepted)
         with self._open(write=True) as database:
             if until:
                 nights = [night for (night,) in database.execute("SELECT DISTINCT night FROM measurements WHERE metric = ?", (metric,))]
@@ -188,9 +195,9 @@ class History:
             found = database.execute("SELECT 1 FROM measurements WHERE metric = ? AND night = ? LIMIT 1", (metric, night)).fetchone()
             if found is None:
                 raise UserInputError(f"{metric}: night {night!r} has no measurement of it; see harness nightly show {metric}")
-            row = (metric, night, until, reason.strip(), _now())
+            row = (*astuple(accepted), _now())
             database.execute("INSERT INTO acceptances (metric, night, until, reason, made) VALUES (?, ?, ?, ?, ?)", row)
-        return Acceptance(metric, night, until, reason.strip())
+        return accepted
 
     def metrics(self) -> list[str]:
         """Return the names of all metrics, sorted."""
@@ -310,7 +317,6 @@ class History:
             (one.metric, one.night, one.environment, one.revision, made),
         ).fetchall()
         if not there:
-            self._check_label(database, one.night)
             self._insert(database, replace(one, values=values), facts, made)
         elif (known := tuple(value for (value,) in there)) != values:
             told = f"{_some(values)} there and {_some(known)} in {self.path}"
@@ -334,7 +340,6 @@ class History:
             (row.night, row.environment, row.revision, row.cell, row.attempt, made),
         ).fetchone()
         if there is None:
-            self._check_label(database, row.night)
             self._insert_cell(database, row, facts, made)
         elif CellRow(*there) != row:
             raise UserInputError(
@@ -343,6 +348,8 @@ class History:
         return there is None
 
     def _insert(self, database: sqlite3.Connection, one: Measurement, facts: str, made: str) -> None:
+        self._check_label(database, one.night)
+        self._check_kind(database, one)
         database.execute("INSERT OR IGNORE INTO environments (digest, facts) VALUES (?, ?)", (one.environment, facts))
         cursor = database.execute(
             "INSERT INTO measurements (night, environment, revision, metric, better, kind, made) "
@@ -353,6 +360,7 @@ class History:
         database.executemany("INSERT INTO readings (measurement, place, value) VALUES (?, ?, ?)", rows)
 
     def _insert_cell(self, database: sqlite3.Connection, row: CellRow, facts: str, made: str) -> None:
+        self._check_label(database, row.night)
         database.execute("INSERT OR IGNORE INTO environments (digest, facts) VALUES (?, ?)", (row.environment, facts))
         night, digest, *rest = astuple(row)
         database.execute(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import date
 from typing import Any, Literal, get_args
 
 from compressor.errors import UserInputError
-from compressor.settings.kinds import TEXT
 
 Better = Literal["lower", "higher"]
 Kind = Literal["series", "paired"]
 """How a metric is judged. `series`: its repetitions are one level a night; `paired`: a value a sequence, the same ones every night."""
+_LEAST, _MOST = 1e-60, 1e60
+"""Of readings. Far beyond every unit, and the square of the ratio of any two is a number, so that every statistic of them is one."""
+_MAY_BE_EMPTY = ("revision", "summary", "until")
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,9 @@ def check_measurement(one: Measurement) -> None:
         one: it.
 
     Raises:
-        UserInputError: a name is empty or no text, or a value is not finite or not above 0.
+        UserInputError: a text is none of one line, a name is blank, or a value is not finite, not above 0, or beyond 1e-60 to 1e60.
     """
-    if not isinstance(one.revision, str):
-        raise UserInputError(f"revision: {one.revision!r} was given, where a text belongs; give the hash of the commit, or leave it out")
-    for name, value in (("metric", one.metric), ("night", one.night)):
-        if not (TEXT.holds(value) and value.isprintable()):
-            raise UserInputError(f"{name}: {value!r} is no name; give printable characters")
+    check_texts(one)
     for name, given, known in (("better", one.better, get_args(Better)), ("kind", one.kind, get_args(Kind))):
         if given not in known:
             raise UserInputError(f"{one.metric}: {name}={given!r} is neither {' nor '.join(map(repr, known))}; give one of them")
@@ -137,6 +135,36 @@ def check_measurement(one: Measurement) -> None:
         raise UserInputError(
             f"{one.metric}: the value {wrong} is not finite and above 0, and effects are relative; measure a ratio, time or size"
         )
+    if not all(_LEAST <= value <= _MOST for value in one.values if value):
+        raise UserInputError(f"{one.metric}: a value is not between {_LEAST:g} and {_MOST:g}, as those of any unit are; measure in another")
+
+
+def check_texts(one: Measurement | CellRow | Acceptance) -> None:
+    """Refuse a row with a text that would not come back from every table as it is, or that would break a line of a report.
+
+    Args:
+        one: the row.
+
+    Raises:
+        UserInputError: a text is none of one line, or is blank where something must stand.
+    """
+    for name in (field.name for field in fields(one) if field.type == "str"):
+        check_text(name, getattr(one, name), may_be_empty=name in _MAY_BE_EMPTY)
+
+
+def check_text(name: str, value: object, *, may_be_empty: bool = False) -> None:
+    """Likewise, one text.
+
+    Args:
+        name: of what it is.
+        value: as given.
+        may_be_empty: whether nothing may stand there.
+
+    Raises:
+        UserInputError: as `check_texts`.
+    """
+    if not (isinstance(value, str) and value.isprintable() and (may_be_empty or value.strip())):
+        raise UserInputError(f"{name}: {value!r} is no text of one line; give printable characters")
 
 
 def in_time(night: str) -> tuple[list[str | int], str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.atomic import reason, whole_file
+from compressor.errors import UserInputError
 from compressor.json_text import from_json, to_json
 from compressor.progress import Progress, SilentProgress
 from harness.errors import HarnessError
@@ -21,9 +22,10 @@ from harness.nightly.history import History
 from harness.nightly.judging.flaky import Flaky, find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
-from harness.nightly.measurement import CellRow, Measurement
+from harness.nightly.measurement import CellRow, Measurement, check_measurement, check_text
 from harness.nightly.process import Ended, run_limited
 from harness.nightly.work import Job
+from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict, worst
 
 _OUTCOMES = {0: CellOutcome.PASS, 1: CellOutcome.REGRESSION, 2: CellOutcome.INCONCLUSIVE}
@@ -96,10 +98,14 @@ class Runner:
             cells: that run; by default all.
             revision: of the code; by default the commit that `config.root` is at.
             variables: of the environment of the processes; by default those of this one.
+
+        Raises:
+            UserInputError: the label is no text of one line.
         """
         self.config, self.progress = config, progress or SilentProgress()
         self.cells, self.variables = all_cells(config) if cells is None else cells, variables
         self.night = datetime.now(UTC).date().isoformat() if night is None else night
+        check_text("night", self.night)
         self.revision = current_revision(config.root) if revision is None else revision
         self.history = History(config.history)
         self.environments = {device: current_environment(device) for device in config.devices}
@@ -209,12 +215,20 @@ class Runner:
         environment: Environment = self.environments[cell.device or self.config.devices[0]]
         seconds, memory = (ended.seconds, ended.memory) if ended else (0.0, 0)
         place = (self.night, environment.digest, self.revision)
-        row = CellRow(*place, cell.name, attempt, outcome.value, seconds, memory, " ".join(summary.split()))
-        measured = [
-            Measurement(*place, f"{cell.name}/{name}", better, tuple(values), kind)
-            for name, (values, better, kind) in metrics.items()
-            if all(value > 0 for value in values) or (kind == "paired" and any(values))  # of what is lost nowhere no effect is relative
-        ]
+        measured, refused = list[Measurement](), list[str]()
+        for name, (given, better, kind) in metrics.items():
+            values = tuple(map(float, given))  # JSON has nan and inf as texts
+            if kind == "paired" and not any(values):
+                continue  # of what is lost nowhere no effect is relative
+            one = Measurement(*place, f"{cell.name}/{name}", better, values, kind)
+            try:
+                check_measurement(one)
+            except UserInputError as error:
+                refused.append(f"; not judged: {error}")
+            else:
+                measured.append(one)
+        told = printable(" ".join("".join([summary, *refused]).split()))
+        row = CellRow(*place, cell.name, attempt, outcome.value, seconds, memory, told)
         self.history.add_cell(row, measured, environment=environment)
         return row
 

@@ -18,6 +18,8 @@ from harness.nightly.measurement import Measurement, in_time
 
 _PAIRS = 1 << 20
 """Of repetitions that are held at once."""
+_LARGEST = 700.0
+"""Logarithm of the largest share that is told: the interval of absurd noise may reach beyond what a number holds."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def effect_of_levels(difference: float, better: str) -> float:
     Returns:
         The share; below 0 is better.
     """
-    return math.expm1(difference) if better == "lower" else -math.expm1(-difference)
+    sign = 1.0 if better == "lower" else -1.0
+    return sign * math.expm1(min(sign * difference, _LARGEST))
 
 
 def hodges_lehmann(values_MR: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime
 from typing import Any
@@ -59,10 +59,13 @@ class Judgement:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types; what is unknown is None."""
-        known = {name: None if math.isnan(value) else value for name, value in (("noise", self.noise), ("detectable", self.detectable))}
-        changes = [asdict(change) for change in self.changes]
-        named = {"metric": self.metric, "verdict": self.verdict.value, "summary": self.summary, "num_nights": self.num_nights}
-        return {**named, "changes": changes, **known}
+        changes = [_known(asdict(change)) for change in self.changes]
+        return _known(vars(self)) | {"verdict": self.verdict.value, "changes": changes}
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, None for each number that is none."""
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
 def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, today: date) -> Acceptance | None:

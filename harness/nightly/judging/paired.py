@@ -98,11 +98,12 @@ def _compare(base: Measurement, night: Measurement, confidence: float = _SHOWN) 
     sign = 1.0 if night.better == "lower" else -1.0
     values_S2 = np.array([base.values, night.values]).T
     totals, resampled = values_S2.sum(0), resample_sums(values_S2, _RESAMPLES, seed=0)
+    resampled = resampled[resampled[:, 0] > 0]  # of sequences that lost nothing, no loss is relative
     effects = sign * (resampled[:, 1] / resampled[:, 0] - 1)
     return percentile_interval(sign * float(totals[1] / totals[0] - 1), effects, confidence, len(values_S2))
 
 
 def _change(night: Measurement, interval: Interval, word: Acceptance | None) -> Change:
-    sureness = interval.estimate / interval.standard_error if interval.standard_error > 0 else math.inf
+    sureness = interval.estimate / interval.standard_error if interval.standard_error else math.inf
     power = _NORMAL.cdf(sureness - _NORMAL.inv_cdf((1 + _LEVEL) / 2))
     return Change(night.night, interval.estimate, interval.low, interval.high, (1 - _LEVEL) / 2, power, word)

@@ -13,7 +13,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import date, timedelta
 from fractions import Fraction
@@ -36,6 +36,9 @@ from harness.reporting.verdict import Verdict
 HERE, ELSEWHERE = Environment({"device": "cpu"}), Environment({"device": "cuda", "gpu": "one"})
 
 
+ENDED = CellRow("1", HERE.digest, "r", "c", 1, "pass", 1.0, 1, "")
+
+
 @pytest.fixture
 def history(tmp_path: Path) -> History:
     return History(tmp_path / "some folder" / "h #1?.sqlite")
@@ -44,11 +47,11 @@ def history(tmp_path: Path) -> History:
 def test_what_was_written_is_read_back_in_order(history: History) -> None:
     history.add("b", [2.0, 1.0], environment=HERE, night="2026-01-02", revision="r")
     history.add("b", [3.0], environment=HERE, night="2026-01-01", revision="r")
-    history.add("b", [1e-300], environment=HERE, night="2026-01-02", revision="r")
+    history.add("b", [1e-60], environment=HERE, night="2026-01-02", revision="r")
     history.add("a", [5.0], environment=ELSEWHERE, night="2026-01-02", better="higher")
     again = History(history.path)
     assert again.metrics() == ["a", "b"]
-    assert [(one.night, one.values) for one in again.series("b")] == [("2026-01-01", (3.0,)), ("2026-01-02", (2.0, 1.0, 1e-300))]
+    assert [(one.night, one.values) for one in again.series("b")] == [("2026-01-01", (3.0,)), ("2026-01-02", (2.0, 1.0, 1e-60))]
     assert again.nights() == [("2026-01-01", 1, 1), ("2026-01-02", 2, 4)]
     assert again.environment(again.series("a")[0].environment) == ELSEWHERE
     assert ELSEWHERE.changes(HERE) == ["device: cpu -> cuda", "gpu: unknown -> one"]
@@ -84,21 +87,56 @@ def test_no_row_is_ever_changed(history: History, statement: str) -> None:
         ("a", [0.0], "n", r"a: the value 0\.0 is not finite and above 0"),
         ("a", [10**400], "n", "a: a value is too large for a number of 64 bits"),
         ("a", [Fraction(10**400, 3)], "n", "a: a value is too large for a number of 64 bits"),
+        ("a", [1.0, 1.1e60], "n", "a: a value is not between 1e-60 and 1e.60"),
+        ("a", [0.9e-60], "n", "a: a value is not between 1e-60 and 1e.60"),
         ("a", "12", "n", "a: '12' was given, where a list of numbers belongs"),
         ("a", [True], "n", r"a: \[True\] was given, where a list of numbers belongs"),
         ("a", torch.tensor([True, False]), "n", "where a list of numbers belongs"),
         ("a", np.ones((2, 1)), "n", "where a list of numbers belongs"),
         ("a", {1.5, 2.5}, "n", "where a list of numbers belongs"),
-        (" ", [1.0], "n", "metric: ' ' is no name"),
-        (7, [1.0], "n", "metric: 7 is no name"),
-        ("a", [1.0], 20260101, "night: 20260101 is no name"),
-        ("a", [1.0], "n\n", r"night: 'n\\n' is no name"),
+        (" ", [1.0], "n", "metric: ' ' is no text of one line"),
+        (7, [1.0], "n", "metric: 7 is no text of one line"),
+        ("a", [1.0], 20260101, "night: 20260101 is no text of one line"),
+        ("a", [1.0], "n\n", r"night: 'n\\n' is no text of one line"),
     ],
 )
 def test_what_is_no_measurement_is_refused_and_nothing_is_kept(history: History, metric, values, night, message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         history.add(metric, values, environment=HERE, night=night)
     assert history.metrics() == []
+
+
+TEXTS = {
+    "metric": lambda history, text: history.add(text, [1.0], environment=HERE, night="1"),
+    "night": lambda history, text: history.add("m", [1.0], environment=HERE, night=text),
+    "revision": lambda history, text: history.add("m", [1.0], environment=HERE, night="1", revision=text),
+    "environment": lambda history, text: history.add("m", [1.0], environment=Environment({"gpu": text}), night="1"),
+    "reason": lambda history, text: history.accept("m", "1", text),
+    "until": lambda history, text: history.accept("m", "1", "meant", text),
+    "cell": lambda history, text: history.add_cell(replace(ENDED, cell=text), [], environment=HERE),
+    "summary": lambda history, text: history.add_cell(replace(ENDED, summary=text), [], environment=HERE),
+}
+
+
+ANY_TEXT = ["abc\r", "a\r\nb", "a\x00b", "\ud800", "\x1b[31mred", "\u2028", "\ufeffx", " x", "a,b", 'a"b', "none", "\xfc"]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_text_comes_back_from_every_table_or_is_refused(history: History, tmp_path: Path, name: str) -> None:
+    history.add("m", [1.0], environment=HERE, night="1")
+    for text in ANY_TEXT:
+        if text.isprintable() and name != "until":
+            TEXTS[name](history, text)
+            continue
+        # lines of a reason are joined, and JSON writes control characters of a fact as escapes
+        with suppress(UserInputError) if name in ("reason", "environment") else pytest.raises(UserInputError, match=f"{name}: "):
+            TEXTS[name](history, text)
+    for ending in ("csv", "parquet", "zip"):
+        history.export(tmp_path / f"all.{ending}")
+        other = History(tmp_path / f"{ending}.sqlite")
+        other.read_in(tmp_path / f"all.{ending}")
+        whole = slice(None if ending == "zip" else 1)
+        assert _all_of(other)[whole] == _all_of(history)[whole]
 
 
 def test_a_metric_has_one_better_way(history: History) -> None:
@@ -270,8 +308,8 @@ def test_writers_at_once_lose_nothing_and_one_that_is_killed_leaves_whole_nights
 
 
 def test_readings_come_back_from_a_table_of_columns_bit_for_bit(history: History, tmp_path: Path) -> None:
-    values = [0.1, 1 / 3, 5e-324, 1e300]
-    history.add("a", values, environment=HERE, night="2026-01-01", revision='r,"x"\n')
+    values = [0.1, 1 / 3, 1e-60, 1e60]
+    history.add("a", values, environment=HERE, night="2026-01-01", revision='r,"x"')
     history.add("k", [0.0, 2.0], environment=ELSEWHERE, night="2026-01-02", kind="paired")
     for _ in range(2):
         assert history.export(tmp_path / "all.parquet")["readings"] == 6
@@ -304,7 +342,7 @@ def _all_of(history: History) -> tuple[object, ...]:
 
 
 def _fill(history: History) -> CellRow:
-    ended = CellRow("2", HERE.digest, "r", 'a/"b"/compress', 1, "timeout", 0.1, 7, "no verdict,\nin an hour")
+    ended = CellRow("2", HERE.digest, "r", 'a/"b"/compress', 1, "timeout", 0.1, 7, "no verdict, in an hour")
     measured = Measurement("2", HERE.digest, "r", "b", "lower", (0.1, 3.0))
     history.add("a", [0.1, 1 / 3], environment=ELSEWHERE, night="1")
     history.add_cell(ended, [measured], environment=HERE)
@@ -451,6 +489,32 @@ def test_labels_of_two_kinds_are_no_order_of_time(history: History, first: str, 
     with pytest.raises(UserInputError, match="labels of one kind sort by time, so keep to it"):
         history.add("a", [1.0], environment=HERE, night=second)
     history.add("a", [1.0], environment=HERE, night=f"{first}.2")
+
+
+@pytest.mark.parametrize(("field", "value"), [("better", "higher"), ("kind", "paired")])
+@pytest.mark.parametrize("where", ["in the file", "against what is there"])
+def test_an_import_judges_a_metric_in_one_way(history: History, tmp_path: Path, field: str, value: str, where: str) -> None:
+    history.add("a", [1.0], environment=HERE, night="1")
+    other = History(tmp_path / "other.sqlite")
+    other.add("a", [1.0], environment=HERE, night="2", **{field: value})  # type: ignore[arg-type]
+    for one, name in ((history, "one"), (other, "two")):
+        one.export(tmp_path / f"{name}.csv")
+    rows = (tmp_path / "two.csv").read_text().splitlines(keepends=True)[where == "in the file" :]
+    (tmp_path / "two.csv").write_text(((tmp_path / "one.csv").read_text() if where == "in the file" else "") + "".join(rows))
+    into = History(tmp_path / "new.sqlite") if where == "in the file" else history
+    with pytest.raises(UserInputError, match=f"a: {field}='{value}' was given, and its nights so far say"):
+        into.read_in(tmp_path / "two.csv")
+    assert into.series("a") == (history.series("a") if into is history else [])
+
+
+def test_a_text_that_an_older_version_took_is_exported_so_that_it_can_be_read(history: History, tmp_path: Path) -> None:
+    history.add_cell(ENDED, [], environment=HERE)
+    with closing(sqlite3.connect(history.path)) as database, database:
+        database.execute("INSERT INTO cells SELECT 2, night, environment, revision, cell, 2, outcome, 1, 1, ?, made FROM cells", ("a\r",))
+    history.export(tmp_path / "all.zip")
+    other = History(tmp_path / "other.sqlite")
+    other.read_in(tmp_path / "all.zip")
+    assert [row.summary for row in other.cells()] == ["", "a\r"]
 
 
 def test_an_import_that_contradicts_what_is_there_adds_nothing(history: History, tmp_path: Path) -> None:

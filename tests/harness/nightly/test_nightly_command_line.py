@@ -92,6 +92,12 @@ def test_add_writes_a_night_and_leaves_the_verdict_to_judge(tmp_path: Path, caps
     assert (one.night, one.values, one.revision, one.better) == ("7", (1.0, 1.5), "abc", "higher")
 
 
+def test_a_metric_whose_sequences_mostly_lost_nothing_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    History(tmp_path / "h").add("kl", [0.0] * 8 + [0.5], environment=current_environment("a\udcff"), night="7", kind="paired")
+    code, text = nightly(capsys, "show", "kl", "--history", tmp_path / "h")
+    assert code == 0 and ["7", "0", "-", "9"] in [line.split()[:4] for line in text.splitlines()]
+
+
 def test_nights_are_listed_and_come_back_from_an_export(history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert nightly(capsys, "export", tmp_path / "all.csv", "--history", history) == (0, f"{tmp_path / 'all.csv'}: 150 readings\n")
     nightly(capsys, "accept", "slower", "2026-02-17", "--reason", "checks more", "--history", history)

@@ -96,6 +96,18 @@ def test_a_run_that_is_killed_goes_on_at_the_cell_that_it_was_in(tmp_path: Path)
     assert [row.cell for row in History(tmp_path / "nightly.sqlite").cells()] == ["first", "second"]
 
 
+def test_what_cannot_be_judged_is_told_and_the_night_goes_on(tmp_path: Path) -> None:
+    runner = Runner(read_config(write(tmp_path, commands={"c": python("print('\\x1b[31mred')")})), "1")
+    (cell,) = runner.cells
+    metrics = {"kl": (["nan", 1.0], "lower", "paired"), "loss": (["inf"], "lower", "series"), "fine": ([1.0], "lower", "series")}
+    row = runner._write(cell, 1, CellOutcome.REGRESSION, "worse", None, metrics)
+    assert row.summary.startswith("worse; not judged: c/kl: the value nan is not finite") and "c/loss: the value inf" in row.summary
+    assert runner.history.metrics() == ["c/fine"]
+    assert "ends with: \\x1b[31mred" in Runner(runner.config, "2").run().rows[0].summary
+    with pytest.raises(UserInputError, match=r"night: 'x\\r' is no text of one line"):
+        Runner(runner.config, "x\r")
+
+
 ENDS = {
     "pass": ("pass", "exit code 0"),
     "raise SystemExit(1)": ("regression", "exit code 1"),

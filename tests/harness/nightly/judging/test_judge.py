@@ -193,6 +193,19 @@ def test_readings_that_are_all_equal_are_judged() -> None:
     assert judge(exact + grown).verdict is Verdict.REGRESSION
 
 
+@pytest.mark.parametrize(("before", "after"), [(1e-60, 1e60), (1e60, 1e-60)])
+def test_the_farthest_readings_that_a_history_takes_are_judged(before: float, after: float) -> None:
+    worse, factor = "lower" if after > before else "higher", after / before
+    nights = [Measurement(night_label(n), "here", "", "m", worse, (after if n >= 40 else before,)) for n in range(44)]  # type: ignore[arg-type]
+    found = judge(nights)
+    assert found.verdict is Verdict.REGRESSION
+    assert found.changes[0].effect == pytest.approx(factor - 1 if factor > 1 else 1 - factor)
+    wild = [replace(one, values=((before, after)[n % 2],)) for n, one in enumerate(nights)]
+    told = judge(wild).to_dict()
+    assert told["verdict"] == "pass" and math.isfinite(told["noise"]) and math.isfinite(told["detectable"])
+    assert all(map(math.isfinite, (effect_of_levels(sign * 1e4, way) for sign in (1, -1) for way in ("lower", "higher"))))
+
+
 def test_the_level_of_a_night_is_relative_and_one_odd_reading_counts_little() -> None:
     assert level([2.0], "lower") == -level([2.0], "higher") == math.log(2.0)
     assert abs(level([1.0] * 19 + [1000.0], "lower")) < 0.01

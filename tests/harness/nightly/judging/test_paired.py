@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -47,6 +50,18 @@ def test_one_sequence_that_explodes_does_not_pass() -> None:
     assert found.verdict is Verdict.INCONCLUSIVE and "sequence 5 went from" in found.summary and "to 1000; too few" in found.summary
 
 
+@pytest.mark.parametrize("factor", [1.0, 1e60, 1e-60])
+def test_sequences_that_lost_nothing_and_the_farthest_readings_are_judged(factor: float) -> None:
+    base = Measurement("1", "e", "", "kl", "lower", (factor, *[0.0] * 7), "paired")
+    assert judge([base, replace(base, night="2")]).verdict is Verdict.PASS
+    found = judge([base, replace(base, night="2", values=(factor, *[factor / 2] * 7))])
+    assert found.verdict is Verdict.REGRESSION and found.summary.startswith("worse by 350.0% (")
+    far = replace(base, values=(1e-60,) * 8)
+    for one in (found, judge([far, replace(far, night="2", values=(1e60,) * 8)])):
+        assert all(math.isfinite(value) for value in one.to_dict().values() if isinstance(value, float))
+    assert one.verdict is Verdict.REGRESSION
+
+
 def test_an_acceptance_makes_its_night_the_baseline() -> None:
     word = Acceptance("kl", "2026-01-02", "2999-01-20", "fewer tokens, on purpose")
     series = nights(1.0, 1.1, 1.1, spread=0.0)
@@ -62,3 +77,5 @@ def test_other_sequences_are_not_compared() -> None:
     cut = Measurement(other.night, other.environment, "", "kl", "lower", other.values[:100], "paired")
     found = judge([base, cut])
     assert found.verdict is Verdict.INCONCLUSIVE and "100 sequences tonight and 128" in found.summary
+    (accepted,) = judge([base, cut], [Acceptance("kl", cut.night, "", "other data")]).to_dict()["changes"]
+    assert [accepted[name] for name in ("effect", "low", "high", "power")] == [None] * 4
