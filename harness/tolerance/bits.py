@@ -132,19 +132,22 @@ def ulp_distance(left: Tensor, right: Tensor) -> Tensor:
     apart = (magnitude - other).abs()
     across = magnitude.clamp(max=_FAR // 2) + other.clamp(max=_FAR // 2)
     distance = torch.where(sign == other_sign, apart, across)
+    distance = torch.where(widen(left).isnan() & widen(right).isnan(), torch.zeros_like(distance), distance)
+    return torch.where(misplaced(left, right), torch.full_like(distance, _FAR), distance)
+
+
+def misplaced(left: Tensor, right: Tensor) -> Tensor:
+    """Say where NaN or an infinity on one side stands against anything else on the other, bool [N, K]."""
     one, two = widen(left), widen(right)
-    odd = (one.isnan() != two.isnan()) | (one.isinf() != two.isinf()) | (one.isinf() & two.isinf() & (one != two))
-    distance = torch.where(one.isnan() & two.isnan(), torch.zeros_like(distance), distance)
-    return torch.where(odd, torch.full_like(distance, _FAR), distance)
+    same = (one == two) | (one.isnan() & two.isnan())
+    return ~same & ~(one.isfinite() & two.isfinite())
 
 
 def unit_of(tensor: Tensor) -> float:
-    """Return one unit in the last place at the largest finite magnitude of a floating tensor; 0.0 where that is 0 or there is none."""
+    """Return one unit in the last place at the largest finite magnitude of a floating tensor; the smallest one where that is 0."""
     values = widen(tensor)
     finite = values[values.isfinite()].abs()
     largest = float(finite.max()) if finite.numel() else 0.0
-    if largest == 0.0:
-        return 0.0
     info = torch.finfo(_PARTS.get(tensor.dtype, tensor.dtype))
     exponent = torch.frexp(torch.tensor(max(largest, info.smallest_normal), dtype=torch.float64)).exponent
     return float(info.eps) * 2.0 ** (int(exponent) - 1)

@@ -108,11 +108,11 @@ def index_of(position: int, shape: tuple[int, ...]) -> tuple[int, ...]:
 def mean_kl(actual: Tensor, expected: Tensor) -> float:
     """Return the mean KL(softmax(expected) || softmax(actual)) over the last dimension, nats; infinite where one cannot be computed."""
     width = expected.shape[-1] if expected.ndim else 1
-    wanted = widen(expected).reshape(-1, width).log_softmax(dim=-1)
-    found = widen(actual).reshape(-1, width).log_softmax(dim=-1)
+    wanted, found, error = (part.T.reshape(-1, width) for part in (widen(expected), widen(actual), absolute_error(actual, expected)))
+    wanted, found = wanted.log_softmax(dim=-1), found.log_softmax(dim=-1)
     weights = wanted.exp()
-    terms = torch.where(weights > 0, weights * (wanted - found), torch.zeros_like(weights))
-    kl = float(terms.sum(dim=-1).mean())
+    terms = torch.where(weights == 0, torch.zeros_like(weights), weights * (wanted - found)).sum(dim=-1)
+    kl = float(torch.where((error == 0).all(dim=-1), torch.zeros_like(terms), terms).mean())  # equal rows may hold NaN
     return math.inf if math.isnan(kl) else max(0.0, kl)
 
 

@@ -1,12 +1,12 @@
 """The five tiers of equality, as checked data that a manifest can hold. No torch: a tier says what is allowed, `compare` measures it.
 
     T0  bitwise: dtype, shape and every bit, NaN payloads and the sign of zero included
-    T1  ulp: so many representable numbers apart, NaN and infinity in the same places
+    T1  ulp: so many representable numbers apart
     T2  tie-aware codes: equal, but for one step where the value that was rounded lay on a tie
     T3  functional: SQNR, relative error, KL divergence, loss ratio
     T4  statistical: the paired difference of the means lies within a margin, with its interval
 
-dtype and shape must be equal in every tier.
+dtype and shape must be equal in every tier, and NaN and infinity stand in the same places. Of complex numbers both parts are held.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -121,6 +122,8 @@ def test_t1_at_tensor_forgives_cancellation_and_nothing_larger() -> None:
     assert compare(actual, expected, T1(max_ulp=4, at="tensor")).ok
     assert not compare(torch.tensor([1000.0, 5 * unit]), expected, T1(max_ulp=4, at="tensor")).ok
     assert not compare(torch.tensor([1000.0, math.inf]), expected, T1(max_ulp=4, at="tensor")).ok
+    of_nothing = compare(torch.ones(3), torch.zeros(3), T1(max_ulp=4, at="tensor"))
+    assert not of_nothing.ok and of_nothing.summary.startswith("7.136e+44 ulp apart at [0]")
 
 
 def test_t1_has_no_mercy_for_integers() -> None:
@@ -209,6 +212,60 @@ def test_t3_kl_is_that_of_torch() -> None:
     )
     assert compare(actual, expected, T3(max_kl=float(wanted) * 1.0001)).ok
     assert not compare(actual, expected, T3(max_kl=float(wanted) * 0.9999)).ok
+
+
+LOOSE = [T1(1 << 61), T1(1 << 61, at="tensor"), T3(min_sqnr_db=-1e9), T3(max_relative_error=1e300), T3(max_kl=1e300)]
+LOOSE += [T3(max_loss_ratio=1e300), T4(1e300)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e5m2, torch.complex64], ids=dtype_name)
+@pytest.mark.parametrize("tier", LOOSE, ids=str)
+def test_nan_and_infinity_at_other_places_pass_no_tier(tier: Tier, dtype: torch.dtype) -> None:
+    rows = torch.arange(1.0, 13.0).reshape(3, 4)
+    odd = (math.nan, math.inf, -math.inf)
+    for one, two in itertools.permutations([rows, *(_with(rows, 1, value) for value in odd)], 2):
+        assert not compare(one.to(dtype), two.to(dtype), tier).ok
+    for value in odd:
+        assert not compare(_with(rows, 0, value).to(dtype), _with(rows, 1, value).to(dtype), tier).ok
+        assert not compare(rows.to(dtype), _with(rows, slice(None), value).to(dtype), tier).ok
+
+
+def _with(rows: Tensor, place: int | slice, value: float) -> Tensor:
+    """A row of nothing else, or a value in a row."""
+    rows = rows.clone()
+    rows[1, place] = value
+    return rows
+
+
+def test_t3_kl_of_a_row_that_is_no_distribution_is_known_only_where_it_is_equal() -> None:
+    rows = torch.arange(12.0).reshape(3, 4)
+    for value in (math.nan, math.inf):
+        masked = _with(rows, 1, value)
+        moved = masked + torch.tensor([[1e-4], [0.0], [0.0]]) * torch.arange(4.0)
+        assert compare(moved, masked, T3(max_kl=1e-3)).ok
+        moved[1, 3] += 1
+        assert not compare(moved, masked, T3(max_kl=1e-3)).ok
+
+
+@pytest.mark.parametrize("tier", [T1(4), T3(max_kl=1e-3), T3(min_sqnr_db=20.0), T3(max_loss_ratio=1.1), T4(0.1)], ids=str)
+@pytest.mark.parametrize("part", [0, 1])
+def test_both_parts_of_complex_numbers_and_of_packed_codes_are_held(tier: Tier, part: int) -> None:
+    parts = torch.rand(64, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.1
+    wrong = parts.clone()
+    wrong[:, part] *= -3
+    assert not compare(torch.view_as_complex(wrong), torch.view_as_complex(parts), tier).ok
+    codes = torch.arange(64, dtype=torch.uint8) & 0x33
+    moved = codes ^ (0x04 << 4 * part)
+    if not isinstance(tier, T1):
+        assert not compare(*(one.view(torch.float4_e2m1fn_x2) for one in (moved, codes)), tier).ok
+
+
+def test_t2_takes_no_elements_of_two_values() -> None:
+    codes = torch.arange(8, dtype=torch.uint8)
+    with pytest.raises(UserInputError, match="float4_e2m1fn_x2 holds two values an element; give unpacked codes"):
+        compare(
+            (codes + 0x11).view(torch.float4_e2m1fn_x2), codes.view(torch.float4_e2m1fn_x2), T2("before"), context={"before": codes / 2}
+        )
 
 
 def test_t4_judges_the_paired_mean_with_its_interval_and_prints_the_power() -> None:
