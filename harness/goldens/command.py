@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from compressor.settings.kinds import FilePath, Flag, Text, Texts
 from compressor.settings.options import Option, Settings
 from harness.errors import GoldenError
+from harness.goldens.store.paths import CACHE_DIR
 from harness.reporting.text import aligned
 from harness.reporting.verdict import Verdict, exit_codes
 from harness.verbs import Actions, Command
@@ -28,7 +29,7 @@ class GoldenSettings(Settings):
 
     golden_dir: Annotated[FilePath | None, Option(metavar="DIR")] = None
     """Folder of the goldens (default: the last run's, else golden)."""
-    cache_dir: Annotated[FilePath, Option(metavar="DIR")] = Path(".harness_cache")
+    cache_dir: Annotated[FilePath, Option(metavar="DIR")] = Path(CACHE_DIR)
     """Folder of what the last runs left."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print the result as JSON."""

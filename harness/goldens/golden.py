@@ -7,7 +7,6 @@ at its end, and only for tests that passed.
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from compressor.errors import UserInputError
 from harness.errors import GoldenError
-from harness.goldens.report import comparison_lines
+from harness.goldens.report import comparison_lines, golden_command
 from harness.goldens.store.candidates import Candidate, CandidateFolder
 from harness.goldens.store.encoding import as_tensors, describe, devices_of, encode, hash_inputs, hash_recipe
 from harness.goldens.store.paths import relative_path, same_file
@@ -241,19 +240,17 @@ class Golden:
         if answer.note:
             lines.append(answer.note)
         lines += comparison_lines([comparison.to_dict() for comparison in answer.comparisons if not comparison.ok])
-        return "\n".join([*lines, *next_steps(name, answer.verdict)])
+        return "\n".join([*lines, *_next_steps(name, answer.verdict, self.settings.cache.parent)])
 
 
-def next_steps(name: str, verdict: GoldenVerdict) -> list[str]:
-    """Return what a reader can do about a verdict, one command a line."""
-    quoted = shlex.quote(name)
+def _next_steps(name: str, verdict: GoldenVerdict, cache_dir: Path) -> list[str]:
+    """What a reader can do about a verdict, one command a line."""
     if verdict is GoldenVerdict.MISSING:
         return ["write it: pytest --golden-update=new"]
     if verdict is GoldenVerdict.VACUOUS:
         return []
-    if verdict is GoldenVerdict.LOOSENED:
-        return [f"look: harness golden why {quoted}", f'accept: harness golden accept {quoted} --reason "..."']
-    return [f"look: harness golden diff {quoted}", f"accept: harness golden accept {quoted}"]
+    reason = ["--reason", "..."] if verdict is GoldenVerdict.LOOSENED else []
+    return [f"look: {golden_command('diff', name, cache_dir)}", f"accept: {golden_command('accept', name, cache_dir, *reason)}"]
 
 
 def _one_device(name: str, tensors: Any) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from harness.goldens.store.paths import CACHE_DIR
 from harness.reporting.text import aligned
 
 HEADINGS = ("tensor", "tier", "max abs", "ulp", "SQNR dB", "changed", "share", "first index")
@@ -22,6 +25,22 @@ def comparison_lines(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """
     cells = [row_cells(row) for row in rows]
     return aligned([HEADINGS, *cells]) if cells else []
+
+
+def golden_command(action: str, name: str, cache_dir: Path, *options: str) -> str:
+    """Return a command line that finds what this run left, in the folder in which the run was started.
+
+    Args:
+        action: of `harness golden`.
+        name: of the golden.
+        cache_dir: folder of what runs leave.
+        options: of the action.
+
+    Returns:
+        The line, for a POSIX shell.
+    """
+    elsewhere = [] if cache_dir == Path.cwd() / CACHE_DIR else ["--cache-dir", str(cache_dir)]
+    return shlex.join(["harness", "golden", action, *options, *elsewhere, *(["--"] if name.startswith("-") else []), name])
 
 
 def row_cells(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ nothing. Triggers refuse every change of a row, also by hands other than ours.
 from __future__ import annotations
 
 import json
+import shlex
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -194,7 +195,8 @@ class History:
                 _check_until(until, max(nights, key=in_time, default=""))
             found = database.execute("SELECT 1 FROM measurements WHERE metric = ? AND night = ? LIMIT 1", (metric, night)).fetchone()
             if found is None:
-                raise UserInputError(f"{metric}: night {night!r} has no measurement of it; see harness nightly show {metric}")
+                show = shlex.join(["harness", "nightly", "show", "--history", str(self.path), "--", metric])
+                raise UserInputError(f"{metric}: night {night!r} has no measurement of it; see {show}")
             row = (*astuple(accepted), _now())
             database.execute("INSERT INTO acceptances (metric, night, until, reason, made) VALUES (?, ?, ?, ?, ?)", row)
         return accepted
@@ -271,7 +273,7 @@ class History:
         """
         rows = self._read("SELECT facts FROM environments WHERE digest = ?", (digest,))
         if not rows:
-            raise UserInputError(f"environment {digest}: no measurement of {self.path} has it; see harness nightly history")
+            raise UserInputError(f"environment {digest}: no measurement of {self.path} has it; give one that `series` names")
         return Environment(json.loads(rows[0][0]))
 
     def export(self, target: Path) -> dict[str, int]:

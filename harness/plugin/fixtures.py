@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -193,7 +194,8 @@ def assert_no_regression(request: pytest.FixtureRequest) -> AssertNoRegression:
         request.node.user_properties.append(("harness.nightly", f"{metric}: {found.verdict.value}: {found.summary}"))
         if found.verdict is Verdict.REGRESSION:
             night = found.changes[-1].night
-            pytest.fail(f"{metric}: {found.summary}; if it is meant: harness nightly accept {metric} {night} --reason ...", pytrace=False)
+            accept = shlex.join(["harness", "nightly", "accept", "--reason", "...", "--history", str(history.path), "--", metric, night])
+            pytest.fail(f"{metric}: {found.summary}; if it is meant: {accept}", pytrace=False)
         return found
 
     return hold

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from harness.goldens.store.paths import CACHE_DIR
 from harness.goldens.store.provenance import ci_variable
 from harness.profiles import PROFILES
 
-GOLDEN_DIR, CACHE_DIR = "golden", ".harness_cache"
+GOLDEN_DIR = "golden"
 HISTORY = "nightly.sqlite"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shlex
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from compressor.atomic import write_whole
 from harness.errors import GoldenError
-from harness.goldens.report import comparison_lines
+from harness.goldens.report import comparison_lines, golden_command
 from harness.goldens.store.listing import USAGE_FILE, read_usage
 from harness.plugin.fixtures import GOLDEN
 from harness.plugin.options import OPTIONS, folder_setting, setting
@@ -86,7 +87,7 @@ class Usage:
         if gaps:
             old = read_usage(path) or {"complete": False, "gaps": gaps, "used": [], "unknown_tests": []}
             record = {**old, "used": sorted(used | set(old["used"]))}
-        record["golden_dir"] = str(setting(self.config, "golden_dir"))
+        record["golden_dir"] = os.path.relpath(folder_setting(self.config, "golden_dir"), path.parent.parent)
         try:
             marker = path.parent / ".gitignore"
             if not marker.exists():
@@ -293,7 +294,7 @@ class GoldenSession:
         if outcome["verdict"] == "missing":
             lines.append(f"  write it:  pytest {shlex.quote(outcome['test'])} --golden-update=new")
         elif outcome["verdict"] not in ("unreadable", "limit is vacuous"):
-            lines.append(f"  look:      harness golden diff {shlex.quote(outcome['name'])}")
+            lines.append(f"  look:      {golden_command('diff', outcome['name'], folder_setting(self.config, 'cache_dir'))}")
         return [*lines, ""]
 
     def _given(self, key: str) -> bool:

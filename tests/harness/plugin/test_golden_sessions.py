@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from functools import partial
 from xml.etree import ElementTree
 
 import pytest
+
+from harness import cli
 
 TESTS = """
 import torch
@@ -353,3 +357,32 @@ def test_a_damaged_cache_does_not_break_the_run(filled) -> None:
     result = filled.run()
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*is no record of a failed check*"])
+
+
+ADVISED = """
+import torch
+from harness.tolerance import T1
+def test_one(golden): golden.check("one two", torch.arange({}))
+def test_two(golden): golden.check("-dash", torch.arange(6.0), tier={})
+def test_three(golden): golden.check("drifted", torch.arange(6.0), inputs={{"x": torch.arange({})}})
+"""
+
+
+@pytest.mark.parametrize("cache", [".harness_cache", "left/over", "away"])
+def test_every_command_that_a_failure_prints_does_what_it_says(
+    project, monkeypatch: pytest.MonkeyPatch, tmp_path_factory, cache: str
+) -> None:
+    cache = str(tmp_path_factory.mktemp(cache)) if cache == "away" else cache
+    project.pytester.makeini(f"[pytest]\nharness_golden_dir = data/goldens\nharness_cache_dir = {cache}\n")
+    (project.path / "below").mkdir()
+    for below, settings in ((".", ("6.0", "T1(4)", "6.0")), (".", ("6.0", "None", "6.0")), ("below", ("7.0", "T1(4)", "7.0"))):
+        project.tests(test_it=ADVISED.format(*settings))
+        monkeypatch.chdir(project.path / below)
+        found = project.run("--golden-update=new", f"--rootdir={project.path}", str(project.path / "test_it.py"))
+        advised = re.findall(r"^E? *(?:look|accept): +harness (golden .*)$", found.stdout.str(), re.MULTILINE)
+        failed = found.parseoutcomes().get("failed", 0)
+        looks, accepts = ([shlex.split(line) for line in advised if line.split()[1] == verb] for verb in ("diff", "accept"))
+        assert len(accepts) == failed and len(looks) == 2 * failed, "of each failure, and once more at the end"
+        assert [cli.main(words) for words in looks] == [1] * len(looks), advised
+        assert [cli.main(words) for words in accepts] == [0] * len(accepts), advised
+    project.run(f"--rootdir={project.path}", str(project.path / "test_it.py")).assert_outcomes(passed=3)

@@ -140,7 +140,7 @@ def test_the_message_has_the_whole_difference_and_what_to_do(shelf) -> None:
     changed = torch.arange(1.0, 7.0).reshape(2, 3)
     changed[1, 0] += 0.5
     found = shelf.check("x", {"out": changed})
-    for piece in ("outputs regressed", "max abs", "0.5", "SQNR", "1 of 6", "16.67%", "[1, 0]", "harness golden diff x"):
+    for piece in ("outputs regressed", "max abs", "0.5", "SQNR", "1 of 6", "16.67%", "[1, 0]", "harness golden diff --cache-dir"):
         assert piece in found["message"]
 
 
