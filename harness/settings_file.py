@@ -17,10 +17,11 @@ from compressor.yaml_text import EntryPath, from_yaml
 Settings = TypeVar("Settings", bound=BaseModel)
 _SHOWN = 80  # characters of a wrong value
 _BELONGS: Mapping[str, str] = {
-    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "a mapping belongs there"),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type", "mapping_type", "dataclass_type"), "a mapping belongs there"),
     **dict.fromkeys(("tuple_type", "list_type"), "a list belongs there"),
     **dict.fromkeys(("date_type", "date_parsing", "date_from_datetime_parsing", "date_from_datetime_inexact"), "write a day as YYYY-MM-DD"),
     "string_type": "a text belongs there",
+    "kind": "{words} belongs there",
     "too_short": "at least {min_length} must be there",
     "string_pattern_mismatch": "a text that matches {pattern} belongs there",
 }

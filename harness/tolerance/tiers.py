@@ -134,8 +134,12 @@ class T2(Tier):
     def __post_init__(self) -> None:
         """Refuse a share that is none, and names that are none."""
         self._number("max_share", 0, 1.0000001)
-        if not self.values or not isinstance(self.values, str):
-            raise UserInputError(f"T2: values={self.values!r} names no tensor; name the one with the values before rounding")
+        for name in ("values", "scale", "zero_point"):
+            value = getattr(self, name)
+            if not (isinstance(value, str) and value) and (value is not None or name == "values"):
+                raise UserInputError(
+                    f"T2: {name}={value!r} names no tensor; name the one with the values before rounding, or what enters them"
+                )
         if self.zero_point is not None and self.scale is None:
             raise UserInputError("T2: zero_point was given without scale; give both, or values that are divided and shifted already")
 
@@ -196,6 +200,9 @@ class T4(Tier):
         self._number("margin", 1e-300)
         self._number("confidence", 0.5000001, 1.0)
         self._number("num_resamples", 100, 1e7)
+        self._number("seed", 0)
+        if self.num_resamples != int(self.num_resamples) or self.seed != int(self.seed):
+            raise UserInputError(f"T4: num_resamples={self.num_resamples!r}, seed={self.seed!r} is no count; give whole numbers")
 
 
 TIERS: Mapping[str, type[Tier]] = {tier.code: tier for tier in (T0, T1, T2, T3, T4)}
@@ -276,7 +283,7 @@ class TierMap:
 
 
 def _read_tier(entry: Any) -> Tier:
-    if not isinstance(entry, Mapping) or entry.get("tier") not in TIERS:
+    if not isinstance(entry, Mapping) or entry.get("tier") not in [*TIERS]:
         raise UserInputError(f"tier: {entry!r} is none of {', '.join(TIERS)}; a newer harness may have written it")
     kind = TIERS[entry["tier"]]
     try:

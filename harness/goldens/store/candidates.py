@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from compressor.atomic import write_whole
-from compressor.errors import UserInputError
 from compressor.json_text import from_json, to_json
+from compressor.settings.kinds import Whole
 from harness.errors import GoldenError
-from harness.goldens.store.manifest import TensorEntry, read_tensors, tensors_data
+from harness.goldens.store.manifest import TensorEntry, Tiers, Words, read_as, tensors_data
 from harness.goldens.store.paths import SUFFIX, relative_path
 from harness.goldens.store.provenance import Platform
-from harness.tolerance.tiers import TierMap
 
 _FORMAT = 2
 """1 had file names of another form, which nobody would overwrite or delete any more."""
@@ -49,22 +50,22 @@ class Candidate:
         path: of the record; empty before it is saved.
     """
 
-    name: str
-    test: str
-    verdict: str
-    summary: str
-    tier: TierMap
-    elsewhere: TierMap | None
-    reason: str
-    inputs: Mapping[str, TensorEntry]
-    recipe: str | None
-    seed: int | None
+    name: Words
+    test: Words
+    verdict: Words
+    summary: Words
+    tier: Tiers
+    elsewhere: Tiers | None
+    reason: Words
+    inputs: Mapping[Words, TensorEntry]
+    recipe: Words | None
+    seed: Whole | None
     platform: Platform
-    versions: Mapping[str, str]
-    tensors: Mapping[str, TensorEntry]
-    sha256: str
+    versions: Mapping[Words, Words]
+    tensors: Mapping[Words, TensorEntry]
+    sha256: Words
     comparisons: tuple[Mapping[str, Any], ...] = ()
-    path: str = ""
+    path: Words = ""
 
     @property
     def tensors_path(self) -> Path:
@@ -113,6 +114,9 @@ class Candidate:
             "sha256": self.sha256,
             "comparisons": [dict(item) for item in self.comparisons],
         }
+
+
+_CANDIDATE = TypeAdapter(Candidate)
 
 
 class CandidateFolder:
@@ -185,17 +189,8 @@ def read_candidate(path: Path) -> Candidate:
     """
     try:
         data = from_json(path.read_text(encoding="utf-8"))
-        if data["format"] != _FORMAT:
-            raise ValueError(f"format {data['format']}")
-        return Candidate(
-            **{name: data[name] for name in ("name", "test", "verdict", "summary", "reason", "recipe", "seed", "versions", "sha256")},
-            tier=TierMap.from_dict(data["tier"]),
-            elsewhere=None if data["elsewhere"] is None else TierMap.from_dict(data["elsewhere"]),
-            inputs=read_tensors(data["inputs"]),
-            platform=Platform.from_dict(data["platform"]),
-            tensors=read_tensors(data["tensors"]),
-            comparisons=tuple(data["comparisons"]),
-            path=str(path),
-        )
-    except (OSError, ValueError, KeyError, TypeError, UserInputError) as error:
+        if not isinstance(data, dict) or data.get("format") != _FORMAT:
+            raise ValueError(f"it has not format {_FORMAT}")
+        return read_as(_CANDIDATE, {**data, "path": str(path)})
+    except (OSError, ValueError) as error:
         raise GoldenError(f"{path}: is no record of a failed check ({error}); delete it and run the test again") from error

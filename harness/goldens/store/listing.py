@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from compressor.json_text import from_json
+from compressor.settings.kinds import Flag
 from compressor.spelling import suggest
 from harness.errors import GoldenError
-from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, read_manifest, tensors_data
+from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, Words, read_as, read_manifest, tensors_data
 from harness.goldens.store.paths import MANIFEST, SUFFIX, folder_of
 
 
@@ -169,10 +173,23 @@ def _step(step: Mapping[str, str]) -> str:
 USAGE_FILE = "golden-usage.json"
 
 
+@dataclass(frozen=True)
+class _Usage:
+    complete: Flag
+    gaps: tuple[Words, ...]
+    used: tuple[Words, ...]
+    unknown_tests: tuple[Words, ...]
+    golden_dir: Words = ""
+
+
+_USAGE = TypeAdapter(_Usage)
+
+
 def read_usage(path: Path) -> dict[str, Any] | None:
     """Return the record of which goldens were used, or None where there is none that can be read."""
     try:
-        record = from_json(path.read_text(encoding="utf-8"))
+        record: dict[str, Any] = from_json(path.read_text(encoding="utf-8"))
+        read_as(_USAGE, record)
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) and {"complete", "gaps", "used", "unknown_tests"} <= set(record) else None
+    return record

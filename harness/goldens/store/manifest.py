@@ -10,17 +10,38 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, PlainValidator, TypeAdapter, ValidationError
 
 from compressor.errors import UserInputError
 from compressor.json_text import from_json
+from compressor.settings.kinds import WHOLE, Kind, Whole
 from harness.errors import GoldenError
 from harness.goldens.store.paths import MANIFEST, file_name, folder_of, same_file
 from harness.goldens.store.provenance import Platform
+from harness.settings_file import not_allowed
 from harness.tolerance.tiers import TierMap
 
 FORMAT = 1
 _CONFLICT_MARKS = ("<<<<<<<", "=======", ">>>>>>>", "|||||||")
+
+
+def _checked_step(step: Mapping[str, str]) -> Mapping[str, str]:
+    if not {"date", "what", "reason"} <= set(step) or ("from" in step) != ("to" in step):
+        raise ValueError("date, what and reason belong there, and from and to only together")
+    return step
+
+
+T = TypeVar("T")
+Words = Annotated[str, Kind(lambda value: isinstance(value, str), "a text")]
+"""Any text: names of goldens and inputs may hold what no encoding takes, which a plain `str` of pydantic would refuse."""
+Tiers = Annotated[TierMap, PlainValidator(TierMap.from_dict)]
+_Sizes = Annotated[
+    list[int],
+    Kind(lambda sizes: isinstance(sizes, list) and all(WHOLE.holds(size) and size >= 0 for size in sizes), "a list of sizes"),
+]
+_Step = Annotated[Mapping[Words, Words], AfterValidator(_checked_step)]
 
 
 @dataclass(frozen=True)
@@ -33,9 +54,9 @@ class TensorEntry:
         dtype: torch's name for it; for an input that is no tensor a word for its kind.
     """
 
-    sha256: str
-    shape: list[int]
-    dtype: str
+    sha256: Words
+    shape: _Sizes
+    dtype: Words
 
     def __str__(self) -> str:
         """Dtype, shape and the beginning of the hash."""
@@ -55,10 +76,10 @@ class Variant:
     """
 
     platform: Platform
-    file: str
-    sha256: str
-    tensors: Mapping[str, TensorEntry]
-    versions: Mapping[str, str]
+    file: Words
+    sha256: Words
+    tensors: Mapping[Words, TensorEntry]
+    versions: Mapping[Words, Words]
 
 
 @dataclass(frozen=True)
@@ -78,16 +99,19 @@ class GoldenEntry:
         variants: one per platform, the oldest first.
     """
 
-    name: str
-    tier: TierMap
-    elsewhere: TierMap | None
-    reason: str
-    inputs: Mapping[str, TensorEntry]
-    recipe: str | None
-    seed: int | None
-    test: str
-    history: tuple[Mapping[str, str], ...]
+    name: Words
+    tier: Tiers
+    elsewhere: Tiers | None
+    reason: Words
+    inputs: Mapping[Words, TensorEntry]
+    recipe: Words | None
+    seed: Whole | None
+    test: Words
+    history: tuple[_Step, ...]
     variants: tuple[Variant, ...]
+
+
+_ENTRY = TypeAdapter(GoldenEntry)
 
 
 @dataclass(frozen=True)
@@ -237,23 +261,31 @@ def _read(path: Path, text: str) -> dict[str, GoldenEntry]:
 
 def _read_entry(path: Path, name: str, data: Any) -> GoldenEntry:
     try:
-        entry = GoldenEntry(
-            name=name,
-            tier=TierMap.from_dict(data["tier"]),
-            elsewhere=None if data["elsewhere"] is None else TierMap.from_dict(data["elsewhere"]),
-            reason=data["reason"],
-            inputs=_read_tensors(data["inputs"]),
-            recipe=data["recipe"],
-            seed=data["seed"],
-            test=data["test"],
-            history=tuple(dict(item) for item in data["history"]),
-            variants=tuple(_read_variant(variant) for variant in data["variants"]),
-        )
+        return read_as(_ENTRY, {**data, "name": name} if isinstance(data, dict) else data)
     except UserInputError as error:
-        raise GoldenError(f"{path}: golden {name!r}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise GoldenError(f"{path}: golden {name!r}: is incomplete ({error!r}); take it from version control again") from error
-    return entry
+        raise GoldenError(f"{path}: golden {name!r}: {error}; take it from version control again") from error
+
+
+def read_as(kind: TypeAdapter[T], data: Any) -> T:
+    """Read a dataclass that was written as JSON.
+
+    Args:
+        kind: pydantic's view of the class.
+        data: JSON types; what the class does not know is passed over.
+
+    Returns:
+        An instance, each field of its type.
+
+    Raises:
+        UserInputError: a field is missing, or of another type; it is named.
+    """
+    try:
+        return kind.validate_python(data)
+    except ValidationError as error:
+        found = dict(error.errors()[0])
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        wrong = "is missing" if found["type"] == "missing" else not_allowed(found)
+        raise UserInputError(f"{place}: {wrong}" if place else wrong) from error
 
 
 def _check_place(path: Path, entry: GoldenEntry) -> None:
@@ -277,24 +309,9 @@ def _check_folder(path: Path, name: str) -> None:
         )
 
 
-def _read_variant(data: Any) -> Variant:
-    return Variant(
-        Platform.from_dict(data["platform"]), data["file"], data["sha256"], _read_tensors(data["tensors"]), dict(data["versions"])
-    )
-
-
-def _read_tensors(data: Any) -> dict[str, TensorEntry]:
-    return {name: TensorEntry(entry["sha256"], list(entry["shape"]), entry["dtype"]) for name, entry in data.items()}
-
-
 def tensors_data(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return hashes, shapes and dtypes as JSON types."""
     return {name: vars(entry) for name, entry in tensors.items()}
-
-
-def read_tensors(data: Any) -> dict[str, TensorEntry]:
-    """Read `tensors_data` back."""
-    return _read_tensors(data)
 
 
 def _entry_data(entry: GoldenEntry) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 _ARCHITECTURES = {"amd64": "x86_64", "x64": "x86_64", "arm64": "aarch64"}
 _DEVICE_POINTS, _ARCHITECTURE_POINTS, _INSTRUCTIONS_POINTS = 4, 2, 1
@@ -41,11 +40,6 @@ class Platform:
     def to_dict(self) -> dict[str, str]:
         """Return JSON types."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Platform:
-        """Read `to_dict` back."""
-        return cls(data["device"], data["architecture"], data["instruction_set"])
 
     def score(self, other: Platform) -> int:
         """Say how near another platform is: 7 for the same, 0 for nothing in common; an instruction set counts within its architecture."""

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from compressor.json_text import to_json
 from harness.errors import GoldenError
+from harness.goldens.differences import difference_of
+from harness.goldens.golden import GoldenMismatch
 from harness.goldens.store import writer
 from harness.goldens.store.candidates import CandidateFolder, read_candidate
+from harness.goldens.store.listing import USAGE_FILE, explain, find, read_usage, state_of_goldens, unused_goldens
 from harness.goldens.store.writer import accept, remove
+from harness.tolerance import T1, T3
+from tests.mutation.golden_statements import Shelf
 
 VALUE = torch.arange(64.0)
 
@@ -95,7 +103,7 @@ MANIFESTS = {
     "empty": (lambda text: "", "is no JSON"),
     "a list": (lambda text: "[]", "is no manifest of goldens"),
     "no variants": (_edited(lambda data: data["goldens"]["x"].update(variants=[])), "names the files"),
-    "entry without tier": (_edited(lambda data: data["goldens"]["x"].pop("tier")), "golden 'x': is incomplete"),
+    "entry without tier": (_edited(lambda data: data["goldens"]["x"].pop("tier")), "golden 'x': tier: is missing"),
     "unknown tier": (_edited(lambda data: data["goldens"]["x"].update(tier={"*": {"tier": "T7"}})), "a newer harness"),
     "unknown limit": (_edited(lambda data: data["goldens"]["x"].update(tier={"*": {"tier": "T1", "row": 1}})), "a newer harness"),
     "file of another": (
@@ -118,6 +126,71 @@ def test_a_damaged_manifest_is_an_error_and_nothing_is_written(filled, name: str
     with pytest.raises(GoldenError, match=message):
         remove(filled.root, ["x"])
     assert filled.content() == before
+
+
+WRONG = [None, -1, True, "\ud800", [], [5], {"a": 5}]
+
+
+def test_every_field_of_every_record_is_of_its_type_or_is_named(filled) -> None:
+    """Each field of a manifest, of the record of a failed check and of that of a run, left out and as everything that it is not."""
+    filled.write("x", VALUE * 2, tier=T1(4), elsewhere=T3(max_kl=0.1), inputs={"in": VALUE}, recipe={}, seed=1, reason="r", update="all")
+    candidate = Path(_candidate(filled, "x", VALUE * 3, "t::a").path)
+    usage = candidate.with_name(USAGE_FILE)
+    usage.write_text(json.dumps({"complete": True, "gaps": [], "used": ["x"], "unknown_tests": [], "golden_dir": "golden"}))
+    told = set()
+    for path in (filled.root / "manifest.json", candidate, usage):
+        text = path.read_text()
+        for place in _places(json.loads(text)):
+            for value in [*WRONG, KeyError]:
+                path.write_text(_with_value(json.loads(text), place, value))
+                try:
+                    _look_at_all(filled, usage)
+                except GoldenError as error:
+                    told.add((place[-1], "golden 'x'" in str(error) and f"{'.'.join(map(str, place[2:]))}: " in str(error)))
+        path.write_text(text)
+    assert {name for name, is_named in told if is_named} >= {
+        "sha256",
+        "dtype",
+        "shape",
+        "device",
+        "architecture",
+        "versions",
+        "date",
+        "test",
+    }
+
+
+def _places(data: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value within a value."""
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in inner:
+        yield (*place, key)
+        yield from _places(value, (*place, key))
+
+
+def _with_value(data: Any, place: tuple[Any, ...], value: Any) -> str:
+    inner = data
+    for key in place[:-1]:
+        inner = inner[key]
+    if value is KeyError:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value
+    return json.dumps(data)
+
+
+def _look_at_all(shelf: Shelf, usage: Path) -> None:
+    record = read_usage(usage)
+    for row in state_of_goldens(shelf.root):
+        entry = find(shelf.root, row["name"]) if row["tensors"] else None
+        if entry is not None:
+            to_json(explain(entry))
+    if record is not None:
+        unused_goldens(shelf.root / record.get("golden_dir", "golden") if record["complete"] else shelf.root, record)
+    for candidate in CandidateFolder(shelf.cache).all():
+        to_json([difference_of(shelf.root, candidate).to_dict(), candidate.to_dict()])
+    with suppress(GoldenMismatch):
+        shelf.golden().check("x", VALUE, tier=T1(4), inputs={"in": VALUE}, recipe={}, seed=1)
 
 
 def test_a_manifest_that_is_no_text(filled) -> None:
