@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from compressor.settings.kinds import FilePath, Flag, Text, Texts
 from compressor.settings.options import Option, Settings
 from harness.errors import GoldenError
-from harness.goldens.store.paths import CACHE_DIR
+from harness.goldens.store.paths import CACHE_DIR, USAGE_FILE
 from harness.reporting.text import aligned
 from harness.reporting.verdict import Verdict, exit_codes
 from harness.verbs import Actions, Command
@@ -76,7 +76,7 @@ class WhySettings(GoldenSettings):
 
 def _root(settings: GoldenSettings) -> Path:
     """The folder of goldens: as asked, else that of the last run, which stood at the root of the project."""
-    from harness.goldens.store.listing import USAGE_FILE, read_usage
+    from harness.goldens.store.listing import read_usage
 
     if settings.golden_dir:
         root: Path = settings.golden_dir
@@ -100,7 +100,7 @@ def _candidates(settings: FailedSettings) -> list[Candidate]:
 def _diff(settings: DiffSettings) -> Verdict:
     from harness.goldens.differences import Difference, difference_of
     from harness.goldens.page import write_page
-    from harness.goldens.store.listing import USAGE_FILE, read_usage
+    from harness.goldens.store.listing import read_usage
 
     found: list[Difference] = [difference_of(_root(settings), candidate) for candidate in _candidates(settings)]
     found = [difference for difference in found if not difference.ok]
@@ -152,7 +152,7 @@ def _rename(settings: GoldenSettings) -> Verdict:
 
 
 def _prune(settings: PruneSettings) -> Verdict:
-    from harness.goldens.store.listing import USAGE_FILE, read_usage, unused_goldens
+    from harness.goldens.store.listing import read_usage, unused_goldens
     from harness.goldens.store.writer import remove
 
     root = _root(settings)

@@ -34,7 +34,7 @@ def golden_command(action: str, name: str, cache_dir: Path, *options: str) -> st
         action: of `harness golden`.
         name: of the golden.
         cache_dir: folder of what runs leave.
-        options: of the action.
+        *options: of the action.
 
     Returns:
         The line, for a POSIX shell.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -215,22 +215,28 @@ class Runner:
         environment: Environment = self.environments[cell.device or self.config.devices[0]]
         seconds, memory = (ended.seconds, ended.memory) if ended else (0.0, 0)
         place = (self.night, environment.digest, self.revision)
-        measured, refused = list[Measurement](), list[str]()
-        for name, (given, better, kind) in metrics.items():
-            values = tuple(map(float, given))  # JSON has nan and inf as texts
-            if kind == "paired" and not any(values):
-                continue  # of what is lost nowhere no effect is relative
-            one = Measurement(*place, f"{cell.name}/{name}", better, values, kind)
-            try:
-                check_measurement(one)
-            except UserInputError as error:
-                refused.append(f"; not judged: {error}")
-            else:
-                measured.append(one)
-        told = printable(" ".join("".join([summary, *refused]).split()))
+        measured, refused = judgeable(
+            Measurement(*place, f"{cell.name}/{name}", better, tuple(map(float, values)), kind)  # JSON has nan and inf as texts
+            for name, (values, better, kind) in metrics.items()
+            if kind != "paired" or any(values)  # of what is lost nowhere no effect is relative
+        )
+        told = printable(" ".join("; not judged: ".join([summary, *refused]).split()))
         row = CellRow(*place, cell.name, attempt, outcome.value, seconds, memory, told)
         self.history.add_cell(row, measured, environment=environment)
         return row
+
+
+def judgeable(found: Iterable[Measurement]) -> tuple[list[Measurement], list[str]]:
+    """Return what a history takes of some measurements, and why it does not take the others, which ends no night."""
+    measured, refused = list[Measurement](), list[str]()
+    for one in found:
+        try:
+            check_measurement(one)
+        except UserInputError as error:
+            refused.append(str(error))
+        else:
+            measured.append(one)
+    return measured, refused
 
 
 def current_revision(folder: Path) -> str:

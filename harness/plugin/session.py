@@ -18,7 +18,7 @@ import pytest
 from compressor.atomic import write_whole
 from harness.errors import GoldenError
 from harness.goldens.report import comparison_lines, golden_command
-from harness.goldens.store.listing import USAGE_FILE, read_usage
+from harness.goldens.store.paths import USAGE_FILE
 from harness.plugin.fixtures import GOLDEN
 from harness.plugin.options import OPTIONS, folder_setting, setting
 from harness.plugin.selection import checks_of
@@ -85,6 +85,8 @@ class Usage:
         gaps = self._why_incomplete(session, exitstatus)
         record = {"complete": True, "gaps": [], "used": sorted(used), "unknown_tests": sorted(self.unknown_tests)}
         if gaps:
+            from harness.goldens.store.listing import read_usage  # with pydantic, which most runs of others do not need
+
             old = read_usage(path) or {"complete": False, "gaps": gaps, "used": [], "unknown_tests": []}
             record = {**old, "used": sorted(used | set(old["used"]))}
         record["golden_dir"] = os.path.relpath(folder_setting(self.config, "golden_dir"), path.parent.parent)

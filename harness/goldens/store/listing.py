@@ -170,8 +170,6 @@ def _step(step: Mapping[str, str]) -> str:
 
 # The record that a test run leaves of the goldens it used; the plugin writes it, `harness golden` reads it.
 
-USAGE_FILE = "golden-usage.json"
-
 
 @dataclass(frozen=True)
 class _Usage:

@@ -22,6 +22,8 @@ SUFFIX = ".safetensors"
 MANIFEST = "manifest.json"
 CACHE_DIR = ".harness_cache"
 """Where runs of the tests leave what `harness golden` reads, unless a project names another folder."""
+USAGE_FILE = "golden-usage.json"
+"""In there: which goldens the tests used."""
 MAX_PART = 120
 """Characters of a part; file systems take 255, encrypting ones 143, and the platform of a variant may follow."""
 

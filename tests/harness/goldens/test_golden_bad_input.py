@@ -18,7 +18,8 @@ from harness.goldens.differences import difference_of
 from harness.goldens.golden import GoldenMismatch
 from harness.goldens.store import writer
 from harness.goldens.store.candidates import CandidateFolder, read_candidate
-from harness.goldens.store.listing import USAGE_FILE, explain, find, read_usage, state_of_goldens, unused_goldens
+from harness.goldens.store.listing import explain, find, read_usage, state_of_goldens, unused_goldens
+from harness.goldens.store.paths import USAGE_FILE
 from harness.goldens.store.writer import accept, remove
 from harness.tolerance import T1, T3
 from tests.mutation.golden_statements import Shelf

@@ -96,16 +96,24 @@ def test_a_run_that_is_killed_goes_on_at_the_cell_that_it_was_in(tmp_path: Path)
     assert [row.cell for row in History(tmp_path / "nightly.sqlite").cells()] == ["first", "second"]
 
 
-def test_what_cannot_be_judged_is_told_and_the_night_goes_on(tmp_path: Path) -> None:
-    runner = Runner(read_config(write(tmp_path, commands={"c": python("print('\\x1b[31mred')")})), "1")
-    (cell,) = runner.cells
+def test_what_cannot_be_judged_is_told_and_the_night_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = {"kl": (["nan", 1.0], "lower", "paired"), "loss": (["inf"], "lower", "series"), "fine": ([1.0], "lower", "series")}
-    row = runner._write(cell, 1, CellOutcome.REGRESSION, "worse", None, metrics)
-    assert row.summary.startswith("worse; not judged: c/kl: the value nan is not finite") and "c/loss: the value inf" in row.summary
-    assert runner.history.metrics() == ["c/fine"]
-    assert "ends with: \\x1b[31mred" in Runner(runner.config, "2").run().rows[0].summary
+
+    def ends(command: list[str], log: Path, **limits: object) -> Ended:
+        Path(command[-1]).write_text(json.dumps({"outcome": "regression", "summary": "\x1b[31mworse", "metrics": metrics}))
+        return Ended(code=0, beyond="", seconds=1.0, memory=1)
+
+    monkeypatch.setattr("harness.nightly.runner.run_limited", ends)
+    (tmp_path / "recipe.yaml").touch()
+    data = {"calibration": "c", "held_out": "h"}
+    found = run(tmp_path, recipes={"w": "recipe.yaml"}, data=data, checks=["compress"])
+    told = found.rows[0].summary
+    assert (
+        told.startswith(r"\x1b[31mworse; not judged: m/w/cpu/compress/kl: the value nan is not finite") and "/loss: the value inf" in told
+    )
+    assert History(tmp_path / "nightly.sqlite").metrics() == ["m/w/cpu/compress/fine"]
     with pytest.raises(UserInputError, match=r"night: 'x\\r' is no text of one line"):
-        Runner(runner.config, "x\r")
+        run(tmp_path, "x\r", commands={"c": python("pass")})
 
 
 ENDS = {
