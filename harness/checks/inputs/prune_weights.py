@@ -197,10 +197,11 @@ def memory_used_again(subject: Sparsifier, context: CheckContext) -> None:
     weights = [torch.rand(8, columns, generator=generator) - 0.5 for _ in range(3)]
     plain = hessian_of(columns, context)
     hessians = [plain.clone(), plain.roll((2, 2), (0, 1)), plain.roll((1, 1), (0, 1))]
+    expected = [subject.prune(weight, hessian) for weight, hessian in zip(weights, hessians, strict=True)]  # all alive: memory is new
     held, statistic = torch.empty_like(weights[0]), torch.empty_like(plain)
-    for weight, hessian in zip(weights, hessians, strict=True):  # all stay alive, so that new memory is new
-        # As an allocator gives memory out again: address and version are those of the weight before.
+    for weight, hessian, alone in zip(weights, hessians, expected, strict=True):
+        # As an allocator gives memory out again: address and version are those of the weight before, and no other call came between.
         held.data.copy_(weight)
         statistic.data.copy_(hessian)
-        if not torch.equal(subject.prune(held, statistic), subject.prune(weight, hessian)):
+        if not torch.equal(subject.prune(held, statistic), alone):
             raise CheckFailed(f"{list(weight.shape)}: in memory that has held another weight it gives another result than in new memory")

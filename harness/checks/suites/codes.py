@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,12 +13,12 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, large_unit, refuse
 from harness.checks.inputs.planted import POWERS, is_exact, middles_of, power_scales, tied, tied_weights
-from harness.checks.inputs.presentations import GRAD_MODES, layouts, presentations
+from harness.checks.inputs.presentations import GRAD_MODES, layouts, places, presentations
 from harness.checks.oracles import at_tie, nearest, units
 from harness.checks.protocols import Quantized, Quantizer
 from harness.checks.strategies import grid_weights, hurtful, large_shapes, shapes, uniform
 
-_MANY_ROWS = 131
+_MANY_ROWS, _MANY_UNITS = 131, 64
 
 
 @register(None, "dequantizes", "The values are (code - zero point) * scale, over the global scale: 4 u", kind="quantizer")
@@ -94,6 +96,7 @@ def zero(subject: Quantizer, context: CheckContext) -> str:
     def hold(found: Examined) -> None:
         values = found.values.to(torch.float64)
         refuse((found.weight == 0) & (values != 0), "0 does not come back as 0", value=values)
+        refuse((found.weight == 0) & ~found.weight.signbit() & values.signbit(), "0 comes back as -0", value=values)
 
     return each_weight(subject, context, hold)
 
@@ -235,7 +238,7 @@ def odd(subject: Quantizer, context: CheckContext) -> str:
     caught_by=("compressed-tensors#308",),
 )
 def local(subject: Quantizer, context: CheckContext) -> str:
-    """Change each unit of some weights in turn."""
+    """Change each unit of some weights in turn; of a weight with many, units of each kind of place."""
     ordinary = shapes(subject.column_multiple)[0]
     count = 0
     for dtype in subject.dtypes:
@@ -243,17 +246,18 @@ def local(subject: Quantizer, context: CheckContext) -> str:
         given += [weight for _, weight in grid_weights(dtype, subject.column_multiple, large_unit(subject))][:1]
         for weight in given:
             unit = subject.unit((weight.shape[0], weight.shape[1]))
-            down, across = (-(-size // each) for size, each in zip(weight.shape, unit, strict=True))
+            units = tuple(-(-size // each) for size, each in zip(weight.shape, unit, strict=True))
             before = subject.quantize(weight)
-            for number in range(down * across if down * across > 1 else 0):
-                _change_unit(subject, weight, before, divmod(number, across), unit)
+            some = places(units) if math.prod(units) > _MANY_UNITS else [*itertools.product(*map(range, units))]
+            for place in some if math.prod(units) > 1 else ():
+                _change_unit(subject, weight, before, place, unit)
                 count += 1
     if not count:
         raise NothingToCheckError("all values of every weight that is shown share one scale")
     return f"{count} units were changed"
 
 
-def _change_unit(subject: Quantizer, weight: Tensor, before: Quantized, place: tuple[int, int], unit: tuple[int, int]) -> None:
+def _change_unit(subject: Quantizer, weight: Tensor, before: Quantized, place: tuple[int, ...], unit: tuple[int, int]) -> None:
     changed = weight.clone()
     rows, columns = (slice(index * size, (index + 1) * size) for index, size in zip(place, unit, strict=True))
     changed[rows, columns] *= -5

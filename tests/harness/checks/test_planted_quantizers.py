@@ -129,6 +129,14 @@ class NarrowRange(OurQuantizer):
         return replace(given, codes=self.encode(weight.detach(), given))
 
 
+class NegativeZeros(OurQuantizer):
+    """Gives -0 for 0."""
+
+    def dequantize(self, quantized: Quantized) -> Tensor:
+        values = super().dequantize(quantized)
+        return torch.where(values == 0, -values.abs(), values)
+
+
 class TransposesBlocks(OurQuantizer):
     """Hands out the scales of its blocks transposed where there are as many down as across, perhaps only where edges cut them short."""
 
@@ -221,6 +229,7 @@ WRONG: dict[str, tuple[OurQuantizer, str, str]] = {
     "square blocks": (TransposesBlocks(128, 128), "quantizer.scale_rule", "spread units [256, 256] torch.float32: scales"),
     "low blocks": (TransposesBlocks(4, 8), "quantizer.local", "outside of the unit [0, 1]"),
     "blocks cut short": (TransposesBlocks(32, 64, only_cut=True), "quantizer.covers", "spread units [48, 65] torch.float32"),
+    "negative zeros": (NegativeZeros(CHANNEL), "quantizer.zero", "0 comes back as -0"),
     "a range beyond the dtype": (NarrowRange(ASYM), "quantizer.scale_rule", "widest [5, 37] torch.float32: scales"),
 }
 
@@ -238,6 +247,12 @@ def test_a_wrong_quantizer_is_told(name: str) -> None:
 def test_the_same_quantizers_without_a_mistake_pass(subject: OurQuantizer) -> None:
     report = harness.check(subject, draws=False)
     assert report.passed, report.to_text()
+
+
+def test_of_many_units_some_of_each_place_are_changed() -> None:
+    """A thousand rows that are changed one by one took half a minute, and told no more."""
+    (record,) = harness.check(OurQuantizer(CHANNEL), checks=["quantizer.local"], draws=False).records
+    assert record.outcome is Outcome.PASS and int(record.summary.split()[0]) < 100, record.summary
 
 
 def test_a_quantizer_without_a_mistake_is_odd() -> None:

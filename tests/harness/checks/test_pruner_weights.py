@@ -55,6 +55,19 @@ def cached(key: Callable[[Tensor, Tensor], Any], mask: Callable[[Tensor], Tensor
     return make
 
 
+def last_mask() -> Prune:
+    """As a cache of one entry."""
+    masks: dict[Any, Tensor] = {}
+
+    def prune(weight: Tensor, hessian: Tensor) -> Tensor:
+        key = weight.data_ptr(), tuple(weight.shape), weight.dtype
+        if key not in masks:
+            masks.clear()
+        return kept(weight, masks.setdefault(key, row_mask(weight)))
+
+    return prune
+
+
 def cached_statistic() -> Prune:
     norms: dict[int, Tensor] = {}
     return lambda w, h: kept(w, row_mask(w * norms.setdefault(h.data_ptr(), h.diagonal().sqrt().clone())))
@@ -87,6 +100,7 @@ ROWS = {
     "negative ones are kept": simple(lambda w: w.clone() if bool((w < 0).all()) and w.numel() > 1 else rows(w)),
     "one mask per shape": cached(lambda w, h: tuple(w.shape)),
     "one mask per shape and dtype": cached(lambda w, h: (tuple(w.shape), w.dtype)),
+    "the last mask of an address": last_mask,
     "one mask per address": cached(lambda w, h: (w.data_ptr(), w._version, tuple(w.shape), w.dtype)),
     "one mask per first row": cached(lambda w, h: (tuple(w.shape), w.dtype, tuple(w[0].tolist()))),
     "one statistic per address": cached_statistic,
