@@ -123,7 +123,8 @@ class Plan:
         forwards: how often a layer runs, in words.
         estimate: what the run would cost.
         modes: what it would cost in each mode, where the recipe has modes: estimates by name.
-        online: FLOPs for each token of rotations in the forward, by layer: what the result pays whenever it is used.
+        online: FLOPs for each token of rotations in the forward, by layer: what the result pays whenever it is used. Layers that read
+            one tensor may turn it once for all, as ours do under `torch.no_grad`.
         online_share: of that in the products of all linear layers.
         ranks: processes that would share the run; the estimates are those of one of them.
         alone_seconds: what one process would take, at the same speeds; None where one was asked for.
