@@ -190,7 +190,7 @@ def _parsed(
 def _reading(row: Mapping[str, str]) -> tuple[tuple[Measurement, str, str], str, float]:
     environment, value = _environment(row), _read("value", row["value"], float)
     one = Measurement(row["night"], environment.digest, row["revision"], row["metric"], row["better"], (), row["kind"])  # type: ignore[arg-type]
-    check_measurement(replace(one, values=(value, 1.0)))  # a sequence may have a KL of 0, if not all have
+    check_measurement(replace(one, values=(value,)))
     return (one, environment.to_json(), _moment(row)), row["place"], value
 
 

@@ -129,7 +129,7 @@ def check_measurement(one: Measurement) -> None:
             raise UserInputError(f"{one.metric}: {name}={given!r} is neither {' nor '.join(map(repr, known))}; give one of them")
     if not one.values:
         raise UserInputError(f"{one.metric}: no value was given; give at least one")
-    paired = one.kind == "paired" and sum(one.values) > 0  # only the mean must be above 0: a KL of 0 is a perfect sequence
+    paired = one.kind == "paired"  # a KL of 0 is a perfect sequence
     wrong = next((value for value in one.values if not (math.isfinite(value) and (value > 0 or (paired and value == 0)))), None)
     if wrong is not None:
         raise UserInputError(

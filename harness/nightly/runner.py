@@ -218,7 +218,6 @@ class Runner:
         measured, refused = judgeable(
             Measurement(*place, f"{cell.name}/{name}", better, tuple(map(float, values)), kind)  # JSON has nan and inf as texts
             for name, (values, better, kind) in metrics.items()
-            if kind != "paired" or any(values)  # of what is lost nowhere no effect is relative
         )
         told = printable(" ".join("; not judged: ".join([summary, *refused]).split()))
         row = CellRow(*place, cell.name, attempt, outcome.value, seconds, memory, told)

@@ -26,6 +26,7 @@ from harness.nightly.cells import CellOutcome
 from harness.nightly.history import History
 from harness.nightly.judging.bridging import level
 from harness.nightly.judging.judge import judge
+from harness.nightly.judging.paired import NO_LOSS
 from harness.nightly.judging.shifts import LEAST_AFTER
 from harness.nightly.measurement import Better, Measurement
 
@@ -153,7 +154,7 @@ def _level(measured: Measurement) -> float:
     """As the nights have it; of paired values the mean, which is what is judged there."""
     if measured.kind == "series":
         return level(measured.values, measured.better)
-    mean = math.log(float(np.mean(measured.values)))
+    mean = math.log(float(np.mean(measured.values)) or NO_LOSS)
     return mean if measured.better == "lower" else -mean
 
 

@@ -23,6 +23,8 @@ from harness.validation.behaviour.bootstrap import TARGET_POWER, Interval, perce
 LEAST_EFFECT = 0.01
 """A change of the mean by less is none: other orders of summation move a KL by as much."""
 LEAST_SEQUENCES = 8
+NO_LOSS = 1e-9
+"""Nats. Where the baseline lost nothing at all, of which no loss is relative, losses are held against so much."""
 _LEVEL = 0.999  # two-sided, of the interval that decides: one false alarm in 2,000 nights whose code changed all predictions
 _SHOWN = 0.95
 _RESAMPLES = 20_000
@@ -64,8 +66,10 @@ def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance
         return Judgement(last.metric, Verdict.PASS, summary, len(nights), accepted, interval.standard_error, seen)
     first = next(index for index in range(len(nights)) if all(_is_worse(base, one) for one in nights[index:]))
     change = _change(nights[first], interval, None)
-    size = f"{change.effect:.1%} ({change.low:.1%} to {change.high:.1%})"
-    summary = f"worse by {size} than in {base.night}, since {change.night}, power {change.power:.0%}"
+    size = f"worse by {change.effect:.1%} ({change.low:.1%} to {change.high:.1%}) than"
+    if not any(base.values):
+        size = f"{sum(last.values) / len(last.values):.3g} a sequence where nothing was lost"
+    summary = f"{size} in {base.night}, since {change.night}, power {change.power:.0%}"
     return Judgement(last.metric, Verdict.REGRESSION, summary, len(nights), (*accepted, change), interval.standard_error, seen)
 
 
@@ -98,6 +102,8 @@ def _compare(base: Measurement, night: Measurement, confidence: float = _SHOWN) 
     sign = 1.0 if night.better == "lower" else -1.0
     values_S2 = np.array([base.values, night.values]).T
     totals, resampled = values_S2.sum(0), resample_sums(values_S2, _RESAMPLES, seed=0)
+    if totals[0] == 0:
+        totals, resampled = totals + NO_LOSS * len(values_S2), resampled + NO_LOSS * len(values_S2)
     resampled = resampled[resampled[:, 0] > 0]  # of sequences that lost nothing, no loss is relative
     effects = sign * (resampled[:, 1] / resampled[:, 0] - 1)
     return percentile_interval(sign * float(totals[1] / totals[0] - 1), effects, confidence, len(values_S2))

@@ -98,6 +98,7 @@ def test_a_run_that_is_killed_goes_on_at_the_cell_that_it_was_in(tmp_path: Path)
 
 def test_what_cannot_be_judged_is_told_and_the_night_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = {"kl": (["nan", 1.0], "lower", "paired"), "loss": (["inf"], "lower", "series"), "fine": ([1.0], "lower", "series")}
+    metrics |= {"lossless": ([0.0] * 9, "lower", "paired")}
 
     def ends(command: list[str], log: Path, **limits: object) -> Ended:
         Path(command[-1]).write_text(json.dumps({"outcome": "regression", "summary": "\x1b[31mworse", "metrics": metrics}))
@@ -111,7 +112,7 @@ def test_what_cannot_be_judged_is_told_and_the_night_goes_on(tmp_path: Path, mon
     assert (
         told.startswith(r"\x1b[31mworse; not judged: m/w/cpu/compress/kl: the value nan is not finite") and "/loss: the value inf" in told
     )
-    assert History(tmp_path / "nightly.sqlite").metrics() == ["m/w/cpu/compress/fine"]
+    assert History(tmp_path / "nightly.sqlite").metrics() == ["m/w/cpu/compress/fine", "m/w/cpu/compress/lossless"]
     with pytest.raises(UserInputError, match=r"night: 'x\\r' is no text of one line"):
         run(tmp_path, "x\r", commands={"c": python("pass")})
 

@@ -62,6 +62,16 @@ def test_sequences_that_lost_nothing_and_the_farthest_readings_are_judged(factor
     assert one.verdict is Verdict.REGRESSION
 
 
+def test_a_loss_behind_a_night_that_lost_nothing_is_seen_and_noise_is_none() -> None:
+    base = Measurement("1", "e", "", "kl", "lower", (0.0,) * 8, "paired")
+    assert judge([base, replace(base, night="2")]).summary.startswith("equal to 1, the baseline")
+    assert judge([base, replace(base, night="2", values=(5e-13,) * 8)]).verdict is Verdict.PASS
+    found = judge([base, replace(base, night="2", values=(4e-4, 5e-4) * 4)])
+    assert found.verdict is Verdict.REGRESSION and found.summary.startswith("0.00045 a sequence where nothing was lost in 1, since 2")
+    word = Acceptance("kl", "2", "", "on purpose")
+    assert judge([base, replace(base, night="2", values=(4e-4, 5e-4) * 4)], [word]).verdict is Verdict.PASS
+
+
 def test_an_acceptance_makes_its_night_the_baseline() -> None:
     word = Acceptance("kl", "2026-01-02", "2999-01-20", "fewer tokens, on purpose")
     series = nights(1.0, 1.1, 1.1, spread=0.0)
