@@ -91,7 +91,7 @@ def verify_module(module: nn.Module, inputs: object) -> ModuleReport:
         One record per check; a module that does not take the inputs fails `module.call`, and what needs a call is skipped.
 
     Raises:
-        UserInputError: no module object, or a lazy one that has not seen an input.
+        UserInputError: no module object, a lazy one that has not seen an input, or one of TorchScript or torch.compile.
     """
     subject = Subject.of(module, inputs)
     with process_kept(module.modules()):

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from harness.modules.subject import ForwardKind, Hooks, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 
@@ -226,4 +226,8 @@ def _differentiable(subject: Subject) -> tuple[list[int], tuple[Any, ...]]:
 
 
 def _outputs_with_gradient(subject: Subject, args: tuple[Any, ...]) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(run(subject.module, args, {})) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    """Those whose gradients torch shows to hooks."""
+    output = run(subject.module, args, {})
+    if not isinstance(output, Tensor | tuple):
+        raise NotApplicableError(f"torch runs backward hooks for a tensor or a tuple of them, and the output is a {type(output).__name__}")
+    return [one for one in (output if isinstance(output, tuple) else (output,)) if isinstance(one, Tensor) and one.requires_grad]

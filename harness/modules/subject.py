@@ -63,11 +63,16 @@ class Subject:
             The subject.
 
         Raises:
-            UserInputError: no module, or a lazy one that has not seen an input.
+            UserInputError: no module, a lazy one that has not seen an input, or one of TorchScript or torch.compile.
         """
         if not isinstance(module, nn.Module):
             what = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__} object"
             raise UserInputError(f"verify_module: {what} is no nn.Module object; give a module that is built")
+        if any(isinstance(part, torch.jit.ScriptModule) or hasattr(part, "_orig_mod") for part in module.modules()):
+            raise UserInputError(
+                f"verify_module: {type(module).__name__} is, or holds, what torch.jit or torch.compile has made, and nobody can put that "
+                "back; give the module that it was made from"
+            )
         if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise UserInputError(f"verify_module: {type(module).__name__} has parameters without a shape; call it once before")
         if isinstance(inputs, Mapping):

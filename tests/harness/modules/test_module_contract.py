@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -485,6 +486,17 @@ def test_a_forward_that_leaves_gradients_off_is_told_and_the_caller_has_them_on(
     assert "grad mode" in next(record.summary for record in report.records if record.name == "module.surroundings")
 
 
+class GivesMore(nn.Linear):
+    """A sound layer whose output is more than a tensor."""
+
+    def __init__(self, give: Callable[[Tensor], Any]) -> None:
+        super().__init__(FEATURES, 2)
+        self.give = give
+
+    def forward(self, input: Tensor) -> Any:
+        return self.give(super().forward(input))
+
+
 def test_every_check_has_a_planted_bug() -> None:
     assert {f"module.{name}" for name in PLANTED.values()} == {"module.call", *(check.claim.name for check in CHECKS)}
 
@@ -502,6 +514,8 @@ def test_every_check_has_a_planted_bug() -> None:
         (KeepsItsWeightUntilOneIsLoaded(), inputs_of()),
         (ComputesInABoundMethod(), inputs_of()),
         (ComputesWithoutGradientsForATime(), inputs_of()),
+        (torch.fx.symbolic_trace(nn.Sequential(nn.Linear(FEATURES, 2))), inputs_of()),
+        (GivesMore(lambda y: (y, {"more": y * 2})), inputs_of()),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -554,6 +568,10 @@ def test_what_does_not_apply_is_skipped_with_its_reason() -> None:
     records = {record.name: record for record in verify_module(nn.Embedding(FEATURES, 2), torch.tensor([1, 2])).records}
     assert records["module.backward_hooks"].outcome is Outcome.SKIP
     assert records["module.backward_hooks"].summary == "no input can carry a gradient"
+    for give, kind in ((lambda y: {"y": y}, "dict"), (lambda y: [y], "list")):
+        records = {record.name: record for record in verify_module(GivesMore(give), inputs_of()).records}
+        assert [record.name for record in records.values() if record.outcome is not Outcome.PASS] == ["module.backward_hooks"]
+        assert records["module.backward_hooks"].summary.endswith(f"the output is a {kind}")
 
 
 def test_a_module_that_does_not_take_the_inputs_is_reported_and_the_run_ends() -> None:
@@ -563,10 +581,22 @@ def test_a_module_that_does_not_take_the_inputs_is_reported_and_the_run_ends() -
     assert records["module.deepcopy"].outcome is Outcome.SKIP and records["module.train_and_eval"].outcome is Outcome.PASS
 
 
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(nn.Linear(FEATURES, 2))
+
+
 @pytest.mark.parametrize(
     ("module", "message"),
-    [(nn.Linear, "the class Linear is no nn.Module object"), (3, "int object"), (nn.LazyLinear(3), "parameters without a shape")],
-    ids=["class", "number", "lazy"],
+    [
+        (nn.Linear, "the class Linear is no nn.Module object"),
+        (3, "int object"),
+        (nn.LazyLinear(3), "parameters without a shape"),
+        (nn.Sequential(scripted()), "Sequential is, or holds, what torch.jit or torch.compile has made"),
+        (torch.compile(nn.Linear(FEATURES, 2), backend="eager"), "OptimizedModule is, or holds, what torch.jit or torch.compile has made"),
+    ],
+    ids=["class", "number", "lazy", "script", "compiled"],
 )
 def test_what_is_no_module_is_refused(module: Any, message: str) -> None:
     with pytest.raises(UserInputError, match=message):
