@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from compressor.errors import UserInputError
 from compressor.numerics import QuantizationArgs, fake_quantize
 from compressor.numerics.observers import weight_qparams
 from harness.errors import HarnessError
@@ -63,7 +64,7 @@ def fusing_cost(model: Any, num_bits: int = 8) -> list[RoleCost]:
         is alone loses nothing.
 
     Raises:
-        UserInputError: the model cannot be read.
+        UserInputError: the model cannot be read, or a projection holds NaN or infinity; it is named.
         HarnessError: no block has three projections of its own, so there is nothing to measure.
     """
     baseline = take_baseline(model)
@@ -77,6 +78,10 @@ def fusing_cost(model: Any, num_bits: int = 8) -> list[RoleCost]:
 
 
 def _costs(weights: Sequence[RoleWeight], args: QuantizationArgs) -> Iterator[RoleCost]:
+    for one in weights:
+        if not np.isfinite(one.projection.matrix_IO).all():
+            where = f"fusing cost: block {one.block}, {one.role} ({one.module})"
+            raise UserInputError(f"{where}: holds NaN or infinity, for which there is no scale; repair the model")
     for one in weights:
         matrix, fused = one.projection.matrix_IO, [other for other in weights if other.projection.shape[0] == one.projection.shape[0]]
         start = sum(other.projection.shape[1] for other in fused[: fused.index(one)])

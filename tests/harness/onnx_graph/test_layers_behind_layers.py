@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 from onnxruntime.quantization import quantize_dynamic
 
+from compressor.errors import UserInputError
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.registry import contract_from_names
@@ -123,3 +124,6 @@ def test_what_takes_inputs_of_another_width_is_not_fused_with_the_rest():
     assert rows["q"].cost_db == 0 and rows["k"].cost_db > 6 > rows["v"].cost_db
     silent = _model(OWN.replace("0 =", "1 =") + CORE, wk=np.zeros((WIDTH, WIDTH), np.float32))
     assert all(np.isfinite(row.cost_db) for row in fusing_cost(silent))
+    broken = _model(OWN.replace("0 =", "1 =") + CORE, wk=np.full((WIDTH, WIDTH), np.nan, np.float32))
+    with pytest.raises(UserInputError, match=r"fusing cost: block 0, k \(.*\): holds NaN or infinity"):
+        fusing_cost(broken)
