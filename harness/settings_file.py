@@ -8,12 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, ValidationInfo, field_validator
 
 from compressor.errors import UserInputError
 from compressor.spelling import suggest
 from compressor.yaml_text import EntryPath, from_yaml
 
+T = TypeVar("T")
 Settings = TypeVar("Settings", bound=BaseModel)
 _SHOWN = 80  # characters of a wrong value
 _BELONGS: Mapping[str, str] = {
@@ -96,6 +97,28 @@ def not_allowed(error: Mapping[str, Any]) -> str:
     message, words = error["msg"].removeprefix("Value error, "), _BELONGS.get(error["type"])
     told = f"{message[0].lower()}{message[1:]}" if words is None else words.format(**error.get("ctx", {}))
     return f"{repr(error['input'])[:_SHOWN]} is not allowed: {told}"
+
+
+def read_as(kind: TypeAdapter[T], data: Any) -> T:
+    """Read data that was written as JSON.
+
+    Args:
+        kind: pydantic's view of its type.
+        data: JSON types; what the type does not know is passed over.
+
+    Returns:
+        An instance, each field of its type.
+
+    Raises:
+        UserInputError: a field is missing, or of another type; it is named.
+    """
+    try:
+        return kind.validate_python(data)
+    except ValidationError as error:
+        found = dict(error.errors()[0])
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        wrong = "is missing" if found["type"] == "missing" else not_allowed(found)
+        raise UserInputError(f"{place}: {wrong}" if place else wrong) from error
 
 
 def _part_at(kind: type[BaseModel], place: EntryPath) -> type[BaseModel]:

@@ -166,9 +166,7 @@ class History:
         is_date = begins_with_a_date(night)
         for (known,) in database.execute("SELECT night FROM measurements UNION SELECT night FROM cells LIMIT 1"):
             if begins_with_a_date(known) != is_date:
-                raise UserInputError(
-                    f"night: {night!r} was given, and {self.path} has {known!r}; labels of one kind sort by time, so keep to it"
-                )
+                raise UserInputError(f"night: {night!r} was given beside {known!r}; labels of one kind sort by time, so keep to it")
 
     def accept(self, metric: str, night: str, reason: str, until: str = "") -> Acceptance:
         """Write that a change is meant.
@@ -318,11 +316,11 @@ class History:
             "ORDER BY measurements.id, place",
             (one.metric, one.night, one.environment, one.revision, made),
         ).fetchall()
-        if not there:
-            self._insert(database, replace(one, values=values), facts, made)
-        elif (known := tuple(value for (value,) in there)) != values:
-            told = f"{_some(values)} there and {_some(known)} in {self.path}"
-            raise UserInputError(f"{source}: {one.metric} of {one.night}, made {made}: is {told}; nothing was added")
+        with _named(f"{source}: {one.metric} of {one.night}, made {made}"):
+            if not there:
+                self._insert(database, replace(one, values=values), facts, made)
+            elif (known := tuple(value for (value,) in there)) != values:
+                raise UserInputError(f"is {_some(values)} there and {_some(known)} in {self.path}")
         return not there
 
     def _take_acceptance(self, database: sqlite3.Connection, source: Path, one: Acceptance, made: str) -> bool:
@@ -341,12 +339,11 @@ class History:
             "WHERE night = ? AND digest = ? AND revision = ? AND cell = ? AND attempt = ? AND made = ?",
             (row.night, row.environment, row.revision, row.cell, row.attempt, made),
         ).fetchone()
-        if there is None:
-            self._insert_cell(database, row, facts, made)
-        elif CellRow(*there) != row:
-            raise UserInputError(
-                f"{source}: cell {row.cell} of {row.night}, made {made}, ended otherwise in {self.path}; nothing was added"
-            )
+        with _named(f"{source}: cell {row.cell} of {row.night}, made {made}"):
+            if there is None:
+                self._insert_cell(database, row, facts, made)
+            elif CellRow(*there) != row:
+                raise UserInputError(f"ended otherwise in {self.path}")
         return there is None
 
     def _insert(self, database: sqlite3.Connection, one: Measurement, facts: str, made: str) -> None:
@@ -455,6 +452,15 @@ def _check_until(until: str, last_night: str) -> None:
     now = max(_now()[:10], last_night[:10]) if begins_with_a_date(last_night) else _now()[:10]
     if day.isoformat() < now:
         raise UserInputError(f"until: {until} has passed on {now}, and the change would count again at once; name that day or a later one")
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Say of which row of an import an error is."""
+    try:
+        yield
+    except UserInputError as error:
+        raise UserInputError(f"{where}: {error}; nothing was added") from error
 
 
 def _some(values: tuple[float, ...]) -> str:

@@ -6,18 +6,21 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
 from compressor.entrypoints.inspection import read_run_record
+from compressor.errors import UserInputError
 from compressor.json_text import from_json
 from compressor.model.checkpoints.load import load_compressed
 from compressor.model.folder import read_config
 from compressor.nn import QuantizedLayer
 from compressor.progress import Progress
 from harness.errors import HarnessError
+from harness.settings_file import read_as
 from harness.validation.format.container import Checkpoint, read_checkpoint
 
 OUTLIER = 6.0
@@ -112,7 +115,26 @@ class RunReport:
 
 MOVED = "scales moved"
 _RECORDED = {"modifier", "scheme", "error", "num_tokens", "details"}
-_MEASURED = {"name", "seconds", "host_bytes", "host_peak_bytes", "device_peak_bytes", "tokens_per_second"}
+_Measured = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class _Lap:
+    name: str
+    seconds: _Measured
+    host_bytes: _Measured | None
+    host_peak_bytes: _Measured
+    device_peak_bytes: _Measured | None
+    tokens_per_second: _Measured | None
+
+
+@dataclass(frozen=True)
+class _Times:
+    phases: list[_Lap]
+    stages: list[_Lap]
+
+
+_TIMES = TypeAdapter(_Times)
 
 
 def layer_of(name: str) -> str:
@@ -161,9 +183,10 @@ def _read_times(path: Path, record: Mapping[str, Any]) -> dict[str, Any]:
         said = from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise HarnessError(f"{path}: cannot be read ({error}); give what `compressor oneshot --json` printed") from error
-    laps = [said.get(name) for name in ("phases", "stages")] if isinstance(said, dict) else [None]
-    if not all(isinstance(one, list) and all(isinstance(lap, dict) and lap.keys() >= _MEASURED for lap in one) for one in laps):
-        raise HarnessError(f"{path}: has no phases and stages; give what `compressor oneshot --json` printed")
+    try:
+        read_as(_TIMES, said)
+    except UserInputError as error:
+        raise HarnessError(f"{path}: has no phases and stages of a run ({error}); give what `compressor oneshot --json` printed") from error
     if said.get("fingerprint") != record.get("fingerprint"):
         raise HarnessError(f"{path}: is of another run than the checkpoint (their fingerprints differ); give what that run printed")
     return said

@@ -19,9 +19,10 @@ from compressor.atomic import write_whole
 from compressor.json_text import from_json, to_json
 from compressor.settings.kinds import Whole
 from harness.errors import GoldenError
-from harness.goldens.store.manifest import TensorEntry, Tiers, Words, read_as, tensors_data
+from harness.goldens.store.manifest import TensorEntry, Tiers, Words, tensors_data
 from harness.goldens.store.paths import SUFFIX, relative_path
 from harness.goldens.store.provenance import Platform
+from harness.settings_file import read_as
 
 _FORMAT = 2
 """1 had file names of another form, which nobody would overwrite or delete any more."""

@@ -14,8 +14,9 @@ from compressor.json_text import from_json
 from compressor.settings.kinds import Flag
 from compressor.spelling import suggest
 from harness.errors import GoldenError
-from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, Words, read_as, read_manifest, tensors_data
+from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, Words, read_manifest, tensors_data
 from harness.goldens.store.paths import MANIFEST, SUFFIX, folder_of
+from harness.settings_file import read_as
 
 
 def manifests_of(root: Path) -> Iterator[Manifest]:

@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, PlainValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, PlainValidator, TypeAdapter
 
 from compressor.errors import UserInputError
 from compressor.json_text import from_json
@@ -20,7 +20,7 @@ from compressor.settings.kinds import WHOLE, Kind, Whole
 from harness.errors import GoldenError
 from harness.goldens.store.paths import MANIFEST, file_name, folder_of, same_file
 from harness.goldens.store.provenance import Platform
-from harness.settings_file import not_allowed
+from harness.settings_file import read_as
 from harness.tolerance.tiers import TierMap
 
 FORMAT = 1
@@ -33,7 +33,6 @@ def _checked_step(step: Mapping[str, str]) -> Mapping[str, str]:
     return step
 
 
-T = TypeVar("T")
 Words = Annotated[str, Kind(lambda value: isinstance(value, str), "a text")]
 """Any text: names of goldens and inputs may hold what no encoding takes, which a plain `str` of pydantic would refuse."""
 Tiers = Annotated[TierMap, PlainValidator(TierMap.from_dict)]
@@ -264,28 +263,6 @@ def _read_entry(path: Path, name: str, data: Any) -> GoldenEntry:
         return read_as(_ENTRY, {**data, "name": name} if isinstance(data, dict) else data)
     except UserInputError as error:
         raise GoldenError(f"{path}: golden {name!r}: {error}; take it from version control again") from error
-
-
-def read_as(kind: TypeAdapter[T], data: Any) -> T:
-    """Read a dataclass that was written as JSON.
-
-    Args:
-        kind: pydantic's view of the class.
-        data: JSON types; what the class does not know is passed over.
-
-    Returns:
-        An instance, each field of its type.
-
-    Raises:
-        UserInputError: a field is missing, or of another type; it is named.
-    """
-    try:
-        return kind.validate_python(data)
-    except ValidationError as error:
-        found = dict(error.errors()[0])
-        place = ".".join(map(str, error.errors()[0]["loc"]))
-        wrong = "is missing" if found["type"] == "missing" else not_allowed(found)
-        raise UserInputError(f"{place}: {wrong}" if place else wrong) from error
 
 
 def _check_place(path: Path, entry: GoldenEntry) -> None:

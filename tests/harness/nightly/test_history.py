@@ -148,7 +148,12 @@ def test_a_metric_has_one_better_way(history: History) -> None:
 
 @pytest.mark.parametrize(
     ("night", "reason", "until", "message"),
-    [("1", " ", "", "reason: it is blank"), ("2", "r", "", "night '2' has no measurement"), ("1", "r", "soon", "until: 'soon' is no day")],
+    [
+        ("1", "r", None, "until: None is no text"),
+        ("1", " ", "", "reason: it is blank"),
+        ("2", "r", "", "night '2' has no measurement"),
+        ("1", "r", "soon", "until: 'soon' is no day"),
+    ],
 )
 def test_an_acceptance_needs_a_night_a_reason_and_a_day(history: History, night: str, reason: str, until: str, message: str) -> None:
     history.add("a", [1.0], environment=HERE, night="1")
@@ -416,7 +421,7 @@ def test_a_cell_that_ended_otherwise_contradicts(history: History, tmp_path: Pat
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as packed:
         for name, text in texts.items():
             packed.writestr(name, text)
-    with pytest.raises(UserInputError, match=re.escape(f"cell {ended.cell} of 2") + r".*ended otherwise in .*; nothing was added"):
+    with pytest.raises(UserInputError, match=re.escape(f"cell {ended.cell} of 2") + r", made .*: ended otherwise in .*; nothing was added"):
         other.read_in(tmp_path / "all.zip")
 
 
@@ -502,8 +507,14 @@ def test_an_import_judges_a_metric_in_one_way(history: History, tmp_path: Path, 
     rows = (tmp_path / "two.csv").read_text().splitlines(keepends=True)[where == "in the file" :]
     (tmp_path / "two.csv").write_text(((tmp_path / "one.csv").read_text() if where == "in the file" else "") + "".join(rows))
     into = History(tmp_path / "new.sqlite") if where == "in the file" else history
-    with pytest.raises(UserInputError, match=f"a: {field}='{value}' was given, and its nights so far say"):
+    row = re.escape(f"{tmp_path / 'two.csv'}: a of 2, made ")
+    with pytest.raises(UserInputError, match=f"{row}.*: a: {field}='{value}' was given, and its nights so far say .*; nothing was added"):
         into.read_in(tmp_path / "two.csv")
+    text = (tmp_path / "one.csv").read_text()
+    for night in ("2026-1-1", "2026-01-01"):  # no day, and another kind of label than what is there
+        (tmp_path / "night.csv").write_text(text.replace("\n1,", f"\n{night},"))
+        with pytest.raises(UserInputError, match=re.escape(f"{tmp_path / 'night.csv'}: a of {night}, made ") + f".*: night: '{night}' "):
+            history.read_in(tmp_path / "night.csv")
     assert into.series("a") == (history.series("a") if into is history else [])
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,14 @@ def _foreign(ran: Run) -> dict[str, Any]:
     return ran.printed | {"fingerprint": "0" * 64}
 
 
+LAP = ("seconds", "host_bytes", "host_peak_bytes", "device_peak_bytes", "tokens_per_second")
+
+
+def _damaged(ran: Run, field: str, value: Any) -> dict[str, Any]:
+    first, *rest = ran.printed["phases"]
+    return ran.printed | {"phases": [first | {field: value}, *rest]}
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -162,6 +171,12 @@ def _foreign(ran: Run) -> dict[str, Any]:
         (lambda ran: {"modules": {}}, "has no phases and stages"),
         (lambda ran: ran.printed | {"stages": [{"seconds": 1.0}]}, "has no phases and stages"),
         (lambda ran: [1], "has no phases and stages"),
+        *(
+            (partial(_damaged, field=field, value=value), f"(phases.0.{field}: ")
+            for field in LAP
+            for value in ("x", -1, [], float("nan"), 10**400)
+        ),
+        (partial(_damaged, field="name", value=1.5), "(phases.0.name: 1.5 is not allowed"),
     ],
 )
 def test_times_of_something_else_are_refused(ran: Run, said: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
