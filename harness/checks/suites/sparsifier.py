@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
+from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.prune_weights import Pruned, each_ordinary, each_weight, hessian_of, memory_used_again, multiple_of
 from harness.checks.protocols import Sparsifier
 from harness.tolerance import T0, compare
@@ -109,6 +110,7 @@ def kept_weights(subject: Sparsifier, context: CheckContext) -> str:
 def beats_random(subject: Sparsifier, context: CheckContext) -> str:
     """Compare tr(E H E^T) where magnitudes differ; whoever drops the large ones, or forgets their sign, does no better than chance."""
     memory_used_again(subject, context)
+    _hold_far_apart(subject, context)
     worst = 0.0
     for label, weight in _uneven(subject, context):
         hessian = hessian_of(weight.shape[1], context)
@@ -122,6 +124,28 @@ def beats_random(subject: Sparsifier, context: CheckContext) -> str:
                 raise CheckFailed(f"{label} {list(weight.shape)}: {seen}")
             worst = max(worst, float((sums[0] - sums[1]) / (sums[2] - sums[1]).clamp(min=1e-300)))
     return f"the loss goes at most {worst:.0%} of the way from magnitude pruning to masks drawn at random"
+
+
+def _hold_far_apart(subject: Sparsifier, context: CheckContext) -> None:
+    """Plant, at random in every row and block, a thousandfold in half of the places that stay, a thousandth in half of those that go."""
+    generator = torch.Generator().manual_seed(context.seed)
+    m = multiple_of(subject)
+    columns = 24 * m if m > 1 else 97
+    for rows in (9, columns):
+        values = (torch.rand(rows, columns, generator=generator) + 0.5) * (
+            torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+        )
+        places = torch.rand(rows, columns // m if subject.pattern else 1, m if subject.pattern else columns, generator=generator).argsort(
+            -1
+        )
+        num_kept = round((1 - subject.sparsity) * places.shape[-1])
+        large = (places < (num_kept + 1) // 2).reshape(rows, columns)
+        small = (places >= places.shape[-1] - (places.shape[-1] - num_kept + 1) // 2).reshape(rows, columns)
+        weight = torch.where(large, values * 1000, torch.where(small, values / 1000, values))
+        stays = subject.prune(weight, hessian_of(columns, context)) != 0
+        refuse(large & ~stays, f"{list(weight.shape)}: a weight of a thousand times the others is dropped", weight=weight)
+        if not subject.second_order:  # which may have moved a small one before it comes to it
+            refuse(small & stays, f"{list(weight.shape)}: a weight of a thousandth of the others is kept", weight=weight)
 
 
 def _uneven(subject: Sparsifier, context: CheckContext) -> Iterator[tuple[str, Tensor]]:

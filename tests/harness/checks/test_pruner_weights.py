@@ -55,6 +55,13 @@ def cached(key: Callable[[Tensor, Tensor], Any], mask: Callable[[Tensor], Tensor
     return make
 
 
+def middle_mirrored(weight: Tensor, hessian: Tensor) -> Tensor:
+    mask = row_mask(weight)
+    if len(weight) > 8:
+        mask[len(weight) // 2] = mask[len(weight) // 2].flip(0)
+    return kept(weight, mask)
+
+
 def last_mask() -> Prune:
     """As a cache of one entry."""
     masks: dict[Any, Tensor] = {}
@@ -98,6 +105,8 @@ ROWS = {
     "of float16 the square is not pruned": simple(lambda w: rows(w) if w.dtype != torch.float16 or w.shape[0] != 1 else w.clone()),
     "a constant is kept": simple(lambda w: w.clone() if bool((w == w[0, 0]).all()) and w.numel() > 1 else rows(w)),
     "negative ones are kept": simple(lambda w: w.clone() if bool((w < 0).all()) and w.numel() > 1 else rows(w)),
+    "the last column stays": simple(lambda w: torch.cat([rows(w)[:, :-1], w[:, -1:]], 1) if w.shape[1] > 8 else rows(w)),
+    "the middle row, mirrored": lambda: middle_mirrored,
     "one mask per shape": cached(lambda w, h: tuple(w.shape)),
     "one mask per shape and dtype": cached(lambda w, h: (tuple(w.shape), w.dtype)),
     "the last mask of an address": last_mask,
@@ -112,6 +121,7 @@ BLOCKS = {
     "views": simple(lambda w: blocks(w) if w.is_contiguous() else w.clone()),
     "views, read as they lie": simple(lambda w: blocks(garbage(w))),
     "one mask per shape": cached(lambda w, h: tuple(w.shape), block_mask),
+    "the last block keeps the smallest": simple(lambda w: torch.cat([blocks(w[:, :-4]), kept(w[:, -4:], ~block_mask(w[:, -4:]))], 1)),
     "the last block of a long row": simple(lambda w: blocks(w) if w.shape[1] < 1000 else torch.cat([blocks(w[:, :-4]), w[:, -4:]], 1)),
 }
 RIGHT: dict[str, tuple[Prune, dict[str, Any]]] = {
