@@ -131,16 +131,13 @@ def _hold_far_apart(subject: Sparsifier, context: CheckContext) -> None:
     generator = torch.Generator().manual_seed(context.seed)
     m = multiple_of(subject)
     columns = 24 * m if m > 1 else 97
+    size = m if subject.pattern else columns
+    num_kept = round((1 - subject.sparsity) * size)
     for rows in (9, columns):
-        values = (torch.rand(rows, columns, generator=generator) + 0.5) * (
-            torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
-        )
-        places = torch.rand(rows, columns // m if subject.pattern else 1, m if subject.pattern else columns, generator=generator).argsort(
-            -1
-        )
-        num_kept = round((1 - subject.sparsity) * places.shape[-1])
-        large = (places < (num_kept + 1) // 2).reshape(rows, columns)
-        small = (places >= places.shape[-1] - (places.shape[-1] - num_kept + 1) // 2).reshape(rows, columns)
+        signs = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+        values = (torch.rand(rows, columns, generator=generator) + 0.5) * signs
+        ranks = torch.rand(rows, columns // size, size, generator=generator).argsort(-1).reshape(rows, columns)
+        large, small = ranks < (num_kept + 1) // 2, ranks >= size - (size - num_kept + 1) // 2
         weight = torch.where(large, values * 1000, torch.where(small, values / 1000, values))
         stays = subject.prune(weight, hessian_of(columns, context)) != 0
         refuse(large & ~stays, f"{list(weight.shape)}: a weight of a thousand times the others is dropped", weight=weight)
