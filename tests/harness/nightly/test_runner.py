@@ -210,9 +210,9 @@ def test_a_checkpoint_that_loses_nothing_does_not_end_the_night(tmp_path: Path, 
     (tmp_path / "r.yaml").touch()
     (row,) = run(tmp_path, recipes={"r": "r.yaml"}, data=DATA, checks=["compress"]).rows
     history = History(tmp_path / "nightly.sqlite")
-    assert row.outcome == "pass" and history.metrics() == ["m/r/cpu/compress/loss"]
+    assert row.outcome == "pass" and history.metrics() == ["m/r/cpu/compress/kl", "m/r/cpu/compress/loss"]
     history.export(tmp_path / "all.csv")
-    assert History(tmp_path / "other.sqlite").read_in(tmp_path / "all.csv")["measurements"] == 1
+    assert History(tmp_path / "other.sqlite").read_in(tmp_path / "all.csv")["measurements"] == 2
 
 
 def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
