@@ -120,7 +120,8 @@ def half_step(subject: Quantizer, context: CheckContext) -> str:
         dtypes = found.weight.dtype, found.values.dtype
         ulp = max(float(torch.finfo(dtype).eps) for dtype in dtypes) * torch.maximum(found.exact.abs(), values.abs())
         tiny = max(float(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps) for dtype in dtypes)
-        limit = (grid[place] - grid[place - 1]) / 2 * found.scale * (1 + 4 * eps_of(found.weight.dtype)) + 2 * ulp + tiny
+        eps = eps_of(found.weight.dtype)  # of a zero point that is added, an ulp of the sum is lost
+        limit = ((grid[place] - grid[place - 1]) / 2 * (1 + 4 * eps) + eps * found.reach) * found.scale + 2 * ulp + tiny
         error = (values - found.exact).abs()
         refuse(inside & ~(error <= limit), "a value is more than half a step away", error=error, limit=limit, weight=found.exact)
 
