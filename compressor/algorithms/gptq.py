@@ -296,7 +296,7 @@ def _stacked_qparams(qparams: Sequence[QParams], rows: Sequence[int], args: Quan
 
 def _damped(hessian_CC: Tensor, order_C: Tensor, damp_frac: float) -> Tensor:
     """Return H + lambda I in the given order, lambda a share of the mean diagonal of live columns."""
-    H_CC = torch.empty_like(hessian_CC)
+    H_CC = torch.empty_like(hessian_CC, memory_format=torch.contiguous_format)
     for rows, own in zip(order_C.split(_MOVED_ROWS), H_CC.split(_MOVED_ROWS), strict=True):  # all at once would be one square more
         torch.index_select(hessian_CC.index_select(0, rows), 1, order_C, out=own)
     diagonal = H_CC.diagonal()

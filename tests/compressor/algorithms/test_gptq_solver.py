@@ -278,6 +278,15 @@ def test_errors_name_the_module() -> None:
         solve_gptq(weight, hessian, grid, name="layer.q")
 
 
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_the_layout_of_a_hessian_does_not_matter(solver: Solver) -> None:
+    """One whose columns lie behind each other is what its transpose would be, and it is symmetric."""
+    weight, hessian = problem()
+    hessian = (hessian + hessian.t()) / 2
+    expected, found = (quantize_gptq([weight], one, FORMATS["int4 group"], solver=solver)[0][0] for one in (hessian, hessian.t()))
+    assert torch.equal(expected.codes_RC, found.codes_RC)
+
+
 def test_inputs_are_not_modified() -> None:
     weight, hessian = problem()
     copies = weight.clone(), hessian.clone()
