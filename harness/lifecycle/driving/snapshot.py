@@ -21,6 +21,7 @@ from enum import Enum
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy
 import torch
@@ -66,6 +67,7 @@ CLASSES: tuple[type, ...] = (torch.Tensor, nn.Parameter, nn.Module, nn.Linear)
 _TORCH = str(Path(torch.__file__).parent)
 _LOADS_MORE = ("torch", "numpy")
 _OF_THE_COMPILER = ("TORCHINDUCTOR_", "TRITON_")
+_WEAK = WeakSet | WeakKeyDictionary | WeakValueDictionary  # what they hold goes when garbage is collected, by nobody's doing
 _MISSING = object()
 _PLAIN = (type(None), bool, int, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
 # What most attributes are, seen at one look; a snapshot is taken at every call of a lifecycle, and holds hundreds of them.
@@ -309,7 +311,7 @@ def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = (), t
         return repr(value)  # NaN equals itself here
     if isinstance(value, Tensor):
         return tensors(value)
-    if depth == 0 or id(value) in above or isinstance(value, type | nn.Module) or callable(value):
+    if depth == 0 or id(value) in above or isinstance(value, type | nn.Module | _WEAK) or callable(value):
         return Same(value)
     below = (*above, id(value))
     if isinstance(value, Mapping):

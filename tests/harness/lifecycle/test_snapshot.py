@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy
 import pytest
@@ -127,3 +129,14 @@ def test_freeze_ends_on_a_cycle_and_compares_objects_by_their_content() -> None:
     assert frozen == freeze(thing)
     thing.values.append(2)
     assert frozen != freeze(thing)
+
+
+@pytest.mark.parametrize("kind", [WeakSet, WeakKeyDictionary, WeakValueDictionary])
+def test_what_is_held_weakly_may_go_when_garbage_is_collected(kind: Any) -> None:
+    module, holder = nn.Linear(1, 1), kind()
+    holder.add(module) if kind is WeakSet else holder.update({module if kind is WeakKeyDictionary else 1: module})
+    state = {"kept": holder}
+    frozen = freeze(state)
+    del module
+    gc.collect()
+    assert frozen == freeze(state) and frozen != freeze({"kept": kind()})
