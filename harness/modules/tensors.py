@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from harness.tolerance.bits import to_bytes
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that layers compute with; `to(dtype)` goes between them."""
 
@@ -119,8 +121,7 @@ def same_bits(first: Any, second: Any) -> bool:
 def _same_tensor(first: Tensor, second: Tensor) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    flat, other = (tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second))
-    return torch.equal(flat, other)
+    return torch.equal(to_bytes(first.cpu()), to_bytes(second.cpu()))
 
 
 def _join(prefix: str, name: str) -> str:

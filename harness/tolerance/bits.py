@@ -51,7 +51,7 @@ def to_bytes(tensor: Tensor) -> Tensor:
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements in memory order; a single one may carry any stride, which no view as another dtype takes."""
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat if flat.numel() > 1 else flat.as_strided((flat.numel(),), (1,))
 
 

@@ -177,7 +177,7 @@ def same_bits(left: Leaf, right: Leaf) -> bool:
 def _bytes(tensor: Tensor) -> bytes:
     if tensor.is_meta:
         return b""
-    content: bytes = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    content: bytes = tensor.cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).numpy().tobytes()
     return content
 
 

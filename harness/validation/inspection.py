@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from compressor.progress import Progress, SilentProgress
+from harness.tolerance.bits import to_bytes
 from harness.validation.behaviour.metrics import Closeness, compare_weights
 from harness.validation.format.decoder import DecodedModule, decode_module, float8_values
 from harness.validation.format.scheme import WeightScheme
@@ -170,6 +171,4 @@ def _num_different(decoded: torch.Tensor, loaded: torch.nn.Module, scheme: Weigh
         decoded = decoded.to(weight.dtype)  # a loader of a float16 or float32 model goes the same way
     if weight.shape != decoded.shape or weight.dtype != decoded.dtype:
         return decoded.numel()
-    size = decoded.dtype.itemsize
-    left, right = (tensor.detach().cpu().contiguous().view(torch.uint8).reshape(-1, size) for tensor in (decoded, weight))
-    return int((left != right).any(-1).sum())
+    return int((to_bytes(decoded.cpu()) != to_bytes(weight.cpu())).any(-1).sum())

@@ -22,6 +22,7 @@ from harness.goldens.store.paths import folder_of, relative_path
 from harness.goldens.store.provenance import Platform, nearest
 from harness.reporting.verdict import Verdict
 from harness.tolerance import Comparison, TierMap, compare, vacuous_decoys
+from harness.tolerance.bits import to_bytes
 from harness.tolerance.measures import measure
 
 _WITH_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -279,7 +280,7 @@ def _nothing_but(values: Tensor) -> str:
 def _is_zero(tensor: Tensor) -> bool:
     if tensor.dtype in _WITH_NAN:
         return bool((tensor.to(torch.float64) == 0).all())
-    return not bool(tensor.reshape(-1).view(torch.uint8).any())
+    return not bool(to_bytes(tensor).any())
 
 
 def _tier_here(asked: Question, variant: Variant) -> tuple[TierMap, str]:

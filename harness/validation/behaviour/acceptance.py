@@ -10,6 +10,7 @@ import torch
 from compressor.model.folder import some
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
+from harness.tolerance.bits import to_bytes
 from harness.validation.format.container import Checkpoint
 from harness.validation.format.online import online_groups, online_misfits
 from harness.validation.format.record import read_record
@@ -140,8 +141,6 @@ def _changed_by_loader(compressed: Checkpoint, state: Mapping[str, torch.Tensor]
         stored, loaded = compressed.tensor(name), state.get(name)
         if loaded is None:
             continue  # renamed or fused by the loader; missing keys are listed by the loader itself
-        if loaded.dtype != stored.dtype or not torch.equal(
-            loaded.cpu().reshape(-1).view(torch.uint8), stored.reshape(-1).view(torch.uint8)
-        ):
+        if loaded.dtype != stored.dtype or not torch.equal(to_bytes(loaded.cpu()), to_bytes(stored)):
             findings.append(f"{name}: {stored.dtype} in the file, in memory {loaded.dtype} with other bytes")
     return findings

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.tolerance.bits import to_bytes
 from harness.validation.format.container import Checkpoint, TensorEntry
 
 
@@ -81,7 +82,7 @@ class FewerExperts(Checkpoint):
         if part.axis is None:
             return self.source.raw(part.name)
         left = self.source.tensor(part.name).index_select(part.axis, torch.tensor(part.places))
-        return left.contiguous().view(-1).view(torch.uint8).numpy()
+        return to_bytes(left).reshape(-1).numpy()
 
 
 def read_experts(entry: Mapping[str, Any]) -> PrunedExperts:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.tolerance.bits import to_bytes
 from harness.validation.format.container import Checkpoint, TensorEntry
 
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
@@ -65,7 +66,7 @@ class SingleExperts(Checkpoint):
             return found
         entry = self.whole[self.places[name].fused]
         value = torch.from_numpy(found).view(entry.dtype).reshape(entry.shape)
-        return self.places[name].taken(value).contiguous().view(-1).view(torch.uint8).numpy()
+        return to_bytes(self.places[name].taken(value)).reshape(-1).numpy()
 
 
 def with_single_experts(base: Checkpoint, compressed: Checkpoint, layouts: Mapping[str, FusedLayout]) -> Checkpoint:

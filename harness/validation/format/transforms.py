@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.tolerance.bits import to_bytes
 from harness.validation.format.container import Checkpoint, TensorEntry
 from harness.validation.format.experts import PrunedExperts, read_experts, with_fewer_experts
 from harness.validation.format.experts import misfits as misfits_of_experts
@@ -98,7 +99,7 @@ class TransformedCheckpoint(Checkpoint):
         """Return the bytes of one tensor, transformed."""
         if name not in self.names:
             return self._raw(name)
-        return self.tensor(name).contiguous().view(-1).view(torch.uint8).numpy()
+        return to_bytes(self.tensor(name)).reshape(-1).numpy()
 
     def _raw(self, name: str) -> np.ndarray:
         """The bytes before any transform; a head that was tied has those of the embedding."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from compressor.errors import UserInputError
+from harness.modules import tensors as compared
 from harness.tolerance import T0, T1, T2, T3, T4, Tier, TierMap, climb, compare, decoys_of, vacuous_decoys
 from harness.tolerance.bits import dtype_name, from_bytes, to_bytes, ulp_distance, unit_of, widen
+from harness.traceability import recording as recorded
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 FP8 = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
@@ -61,6 +64,23 @@ def test_a_single_element_may_have_any_stride(dtype: torch.dtype) -> None:
     strange = column.as_strided((1, 1), (7, 3))
     assert compare(strange, torch.ones(1, 1, dtype=dtype)).ok
     assert not compare(strange, torch.zeros(1, 1, dtype=dtype), T1(4)).ok
+
+
+_ODD_VIEWS = {
+    "one value of another stride": torch.arange(12.0).reshape(3, 4)[1:2, 1:2].squeeze(1),
+    "expanded": torch.ones(1).expand(3),
+    "conjugate": torch.complex(torch.ones(2), torch.ones(2)).conj(),
+    "negative": torch.complex(torch.ones(2), torch.ones(2)).conj().imag,
+}
+
+
+@pytest.mark.parametrize("name", _ODD_VIEWS)
+@pytest.mark.parametrize("same", [compared.same_bits, recorded.same_bits, lambda left, right: compare(left, right, T0()).ok])
+def test_bits_are_those_of_the_values_whatever_the_view(same: Callable[[Tensor, Tensor], bool], name: str) -> None:
+    view = _ODD_VIEWS[name]
+    other = view.clone()
+    other[0] = -other[0]
+    assert same(view, view.clone()) and not same(view, other)
 
 
 @pytest.mark.parametrize(
