@@ -170,7 +170,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         torch.empty(1, dtype=torch.float32, device=resolved).fill_(0).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ModelError(f"device: {str(device)!r} cannot be used here ({_device_fault(device, error)}") from error
-    return resolved
+    return torch.device("cpu") if resolved.type == "cpu" else resolved  # whose number says nothing
 
 
 def _device_fault(device: str | torch.device, error: BaseException) -> str:

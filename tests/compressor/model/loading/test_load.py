@@ -272,7 +272,7 @@ def test_cuda_without_cuda_says_so_and_is_not_advised(is_built, reason, monkeypa
 
 def test_the_automatic_device_exists():
     assert resolve_device("auto").type in ("cpu", "cuda")
-    assert resolve_device("cpu") == torch.device("cpu")
+    assert {resolve_device(name) for name in ("cpu", "cpu:0", "cpu:7")} == {torch.device("cpu")}
 
 
 def test_a_model_in_memory_is_taken_as_it_is(make_model):
