@@ -28,6 +28,19 @@ WITHOUT_PADDING = "give batches without padding: batch_size=1 makes them of rows
 _TOKENS_AT_ONCE, _TOKENS_ON_CPU = 2048, 1024
 
 
+def without_single_axes(x: Tensor) -> Tensor:
+    """Drop axes of one between batch and tokens, or behind them: DeepSeek hands on what keys and values are made of as a single head.
+
+    Args:
+        x: [batch, seq, C] with any number of axes of one in between, or anything else.
+
+    Returns:
+        A view of x: [batch, seq, C]; or x itself.
+    """
+    inner = [axis for axis in range(1, x.dim() - 1) if x.shape[axis] == 1]
+    return x.squeeze(inner[: x.dim() - 3]) if x.dim() > 3 else x
+
+
 def tokens_at_once(device: torch.device) -> int:
     """Say how many tokens a forward takes when nobody sets a batch size.
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data import Batch, CalibrationData, batch_to
-from compressor.data.collate import WITHOUT_PADDING, leading_tensor
+from compressor.data.collate import WITHOUT_PADDING, leading_tensor, without_single_axes
 from compressor.data.layouts import has_memory, refuse_without_memory
 from compressor.errors import CalibrationError
 from compressor.lifecycle import Session, State
@@ -166,7 +166,7 @@ def _rows(model: nn.Module, batch: Batch, real: Tensor, watched: Collection[str]
 
 
 def _fits(x: Tensor, real: Tensor) -> bool:
-    return x.shape[:-1] == real.shape or (x.dim() == 2 and len(x) == real.numel())
+    return without_single_axes(x).shape[:-1] == real.shape or (x.dim() == 2 and len(x) == real.numel())
 
 
 def _numbers(rows: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.collate import WITHOUT_PADDING
+from compressor.data.collate import WITHOUT_PADDING, without_single_axes
 from compressor.distributed.ranks import Ranks
 from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
@@ -49,7 +49,7 @@ def real_tokens(x: Tensor, token_mask: Tensor | None, name: str) -> Tensor:
     """Return the inputs of real tokens, [N, C], without padding.
 
     Args:
-        x: [batch, seq, C] or [batch * seq, C], or nested [seq_i, C].
+        x: [batch, seq, C], which may have axes of one in between, or [batch * seq, C], or nested [seq_i, C].
         token_mask: [batch, seq] bool, True at real tokens; None when all are real.
         name: dotted module name, for errors only.
 
@@ -61,6 +61,7 @@ def real_tokens(x: Tensor, token_mask: Tensor | None, name: str) -> Tensor:
     """
     if x.is_nested:
         return torch.cat(_nested_sequences(x, token_mask, name))
+    x = without_single_axes(x)
     if token_mask is None or bool(token_mask.all()):
         return x.reshape(-1, x.shape[-1])
     if x.shape[:-1] == token_mask.shape:
@@ -80,7 +81,7 @@ def token_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[Ten
     first layer, and from there a tenth of the codes of the last.
 
     Args:
-        x: [batch, seq, C] or [batch * seq, C], or nested [seq_i, C].
+        x: [batch, seq, C], which may have axes of one in between, or [batch * seq, C], or nested [seq_i, C].
         token_mask: [batch, seq] bool, True at real tokens; None when all are real.
         name: dotted module name, for errors only.
 
@@ -92,6 +93,7 @@ def token_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[Ten
     """
     if x.is_nested:
         return _nested_sequences(x, token_mask, name)
+    x = without_single_axes(x)
     if token_mask is not None and x.dim() == 2 and x.shape[0] == token_mask.numel():
         x = x.view(*token_mask.shape, -1)
     if x.dim() != 3:

@@ -156,6 +156,11 @@ def test_real_tokens_refuses_what_does_not_line_up() -> None:
     assert torch.equal(real_tokens(x, mask, "m"), x[mask])
     assert torch.equal(real_tokens(x.view(4, 2), mask, "m"), x[mask])
     assert real_tokens(x, None, "m").shape == (4, 2)
+    for shaped in (x[:, None], x[:, :, None], x[:, None, :, None]):  # a single head
+        assert torch.equal(real_tokens(shaped, mask, "m"), x[mask])
+    assert torch.equal(real_tokens(x[:1, None, :1], torch.tensor([[True]]), "m"), x[0, :1])
+    with pytest.raises(CalibrationError, match=r"m: an input of shape .*batch_size=1"):
+        real_tokens(x.expand(2, 2, 2, 2), mask, "m")
     with pytest.raises(CalibrationError, match=r"m: an input of shape .*batch_size=1"):
         real_tokens(torch.zeros(3, 2), mask, "m")
 
@@ -163,11 +168,12 @@ def test_real_tokens_refuses_what_does_not_line_up() -> None:
 def test_sequences_come_one_by_one_without_their_padding() -> None:
     x = torch.arange(12.0).view(2, 3, 2)
     mask = torch.tensor([[True, True, False], [True, True, True]])
-    for shaped in (x, x.view(6, 2)):
+    for shaped in (x, x.view(6, 2), x[:, None]):
         first, second = token_sequences(shaped, mask, "m")
         assert torch.equal(first, x[0, :2])
         assert torch.equal(second, x[1])
     assert [len(part) for part in token_sequences(x, None, "m")] == [3, 3]
+    assert [len(part) for part in token_sequences(x[:, None], None, "m")] == [3, 3]
     assert len(token_sequences(x.view(6, 2), None, "m")) == 1
 
 
