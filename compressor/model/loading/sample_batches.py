@@ -31,6 +31,7 @@ _OF_INPUT: Mapping[str, Modality] = MappingProxyType(
         "input_values": "audio",
     }
 )
+_WORDS: Mapping[Modality, str] = MappingProxyType({"text": "text", "vision": "images", "audio": "sound"})
 _SHAPES = ((2, 12), (1, 17))  # rows and tokens of the two batches
 _PLACEHOLDERS: Mapping[Modality, tuple[str, ...]] = MappingProxyType(
     {
@@ -117,11 +118,11 @@ class _Maker:
         has_one = getattr(self.config, "is_encoder_decoder", False) and self.takes("decoder_input_ids")
         return {"decoder_input_ids": self.tokens(rows, length)} if has_one else {}
 
-    def refused(self, what: str) -> ModelError:
+    def refused(self, modality: Modality) -> ModelError:
         """The error for a modality that the model does not read, with those that it does."""
-        read = [modality for modality in MODALITIES if reads(self.model, modality)]
+        read = [one for one in MODALITIES if reads(self.model, one)]
         advice = f"choose --modality {' or '.join(read)}" if read else _REMEDY
-        return ModelError(f"{type(self.model).__name__}: reads no {what}; {advice}")
+        return ModelError(f"{type(self.model).__name__}: reads no {_WORDS[modality]}; {advice}")
 
 
 def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int = 0) -> SampleBatches:
@@ -140,6 +141,8 @@ def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int
     """
     maker = _Maker(model, seed)
     chosen = modality or _default_modality(maker)
+    if not reads(model, chosen):
+        raise maker.refused(chosen)
     batches = []
     try:
         with torch.no_grad():
@@ -179,7 +182,7 @@ def batch_of_shapes(model: nn.Module, rows: int, length: int) -> dict[str, Tenso
 
 
 def reads(model: nn.Module, modality: Modality) -> bool:
-    """Say whether the forward of a model has an argument for this.
+    """Say whether the forward of a model has an argument for this, and its config does not leave out the tower.
 
     Args:
         model: the model.
@@ -188,6 +191,8 @@ def reads(model: nn.Module, modality: Modality) -> bool:
     Returns:
         True if so.
     """
+    if getattr(getattr(model, "config", None), f"{modality}_config", ...) is None:
+        return False
     names = {"input_ids"} if modality == "text" else {name for name, kind in _OF_INPUT.items() if kind == modality}
     return not names.isdisjoint(inspect.signature(model.forward).parameters)
 
@@ -212,15 +217,9 @@ def describe_batch(batch: Mapping[str, Tensor]) -> str:
     return ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
 
 
-def _text(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
-    if not maker.takes("input_ids"):
-        raise maker.refused("text")
-    return maker.text_batch(rows, length, padded)
-
-
 def _vision(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
     if not any(maker.takes(name) for name in ("pixel_values", "flattened_patches")):
-        raise maker.refused("images")
+        raise maker.refused("vision")
     inputs, num_tokens = _image_inputs(maker, rows)
     if not maker.takes("input_ids"):
         return inputs | maker.decoder_batch(rows, length // 2)
@@ -240,6 +239,8 @@ def _image_inputs(maker: _Maker, rows: int) -> tuple[dict[str, Tensor], int | No
     patch = patch if isinstance(patch, int) else patch[0]
     if maker.takes("image_grid_thw"):
         return _grid(maker, rows, channels, patch)
+    if maker.takes("image_position_ids"):
+        return _placed_patches(maker, rows, channels, patch)
     if maker.takes("aspect_ratio_ids"):
         return _tiles(maker, rows, channels, height, width)
     tiled = getattr(sys.modules[type(maker.model).__module__], "image_size_to_num_patches", None)
@@ -260,10 +261,21 @@ def _image_inputs(maker: _Maker, rows: int) -> tuple[dict[str, Tensor], int | No
 def _grid(maker: _Maker, rows: int, channels: int, patch: int) -> tuple[dict[str, Tensor], int | None]:
     """Patches in rows, with a grid of time, height and width for each image (Qwen2-VL and its kin)."""
     merge = int(maker.setting("spatial_merge_size", default=2))
-    values = channels * int(maker.setting("temporal_patch_size", default=1)) * patch**2
+    frames = int(maker.setting("temporal_patch_size", default=1))
     side = 2 * merge
     grid = torch.tensor([[1, side, side]] * rows, dtype=torch.int64)
-    return {"pixel_values": maker.normal(rows * side * side, values), "image_grid_thw": grid}, side * side // merge**2
+    pixels = maker.normal(rows * side * side, channels * frames * patch**2)
+    if any(isinstance(one, nn.Conv2d) and one.kernel_size == (patch, patch) for one in maker.model.modules()):  # as pictures (Kimi)
+        pixels = pixels.unflatten(1, (channels, patch, patch))
+    return {"pixel_values": pixels, "image_grid_thw": grid}, side * side // merge**2
+
+
+def _placed_patches(maker: _Maker, rows: int, channels: int, patch: int) -> tuple[dict[str, Tensor], int | None]:
+    """Patches in rows, with the place of each in its image (Gemma 4)."""
+    side = 2 * int(maker.setting("pooling_kernel_size", default=1))
+    patch = int(maker.setting("model_patch_size", default=patch))
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).repeat(rows, 1, 1)
+    return {"pixel_values": maker.normal(rows, side * side, channels * patch**2), "image_position_ids": places}, None
 
 
 def _tiles(maker: _Maker, rows: int, channels: int, height: int, width: int) -> tuple[dict[str, Tensor], int | None]:
@@ -284,9 +296,9 @@ def _with_placeholders(maker: _Maker, rows: int, length: int, token: int, num: i
     if isinstance(end, int) and kind == "image":
         ids[:, 3 + num] = end
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    for name in ("token_type_ids", "mm_token_type_ids"):
+    for name, mark in (("token_type_ids", 1), ("mm_token_type_ids", 1 if kind == "image" else 3)):  # as processors number them
         if maker.takes(name):
-            batch[name] = (ids == token).long()
+            batch[name] = (ids == token).long() * mark
     if maker.takes("cross_attention_mask"):
         tiles = int(maker.setting("max_num_tiles", default=1))
         batch["cross_attention_mask"] = torch.ones(*ids.shape, 1, tiles, dtype=torch.int64)
@@ -296,19 +308,28 @@ def _with_placeholders(maker: _Maker, rows: int, length: int, token: int, num: i
 def _audio(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
     if maker.takes("input_values"):
         return {"input_values": _waveform(maker, rows)} | maker.decoder_batch(rows, length // 2)
-    if not maker.takes("input_features"):
-        raise maker.refused("sound")
-    mels = int(maker.setting("num_mel_bins", "input_feat_per_channel", "feature_size", default=80))
     frames = 2 * int(maker.setting("max_source_positions", default=8 * length))
-    inputs = {"input_features": maker.normal(rows, mels, frames)}
-    if maker.takes("feature_attention_mask"):
-        inputs["feature_attention_mask"] = torch.ones(rows, frames, dtype=torch.int64)
+    inputs = _spectrogram(maker, rows, frames)
     token = maker.placeholder("audio")
     if token is not None and maker.takes("input_ids"):
         per_row = _tower_length(maker, frames) or _count_features(maker, "get_audio_features", inputs) // rows
         return _with_placeholders(maker, rows, length, token, per_row, "audio") | inputs
     if maker.takes("decoder_input_ids"):
         inputs["decoder_input_ids"] = maker.tokens(rows, length // 2)
+    return inputs
+
+
+def _spectrogram(maker: _Maker, rows: int, frames: int) -> dict[str, Tensor]:
+    """Sound as [rows, bins, frames], or as [rows, frames, bins] where no setting of the usual names says how many bins (Gemma)."""
+    bins = maker.setting("num_mel_bins", "input_feat_per_channel", "feature_size")
+    late = maker.setting("input_feat_size", "audio_embed_dim", "subsampling_conv_channels")
+    if bins is None and late is not None:
+        inputs = {"input_features": maker.normal(rows, frames, late if isinstance(late, int) else late[0])}
+    else:
+        inputs = {"input_features": maker.normal(rows, int(bins or 80), frames)}
+    for name, dtype in (("feature_attention_mask", torch.int64), ("input_features_mask", torch.bool)):
+        if maker.takes(name):
+            inputs[name] = torch.ones(rows, frames, dtype=dtype)
     return inputs
 
 
@@ -355,5 +376,5 @@ def _features(given: Any) -> list[Tensor]:
 
 
 _MAKERS: Mapping[str, Callable[[_Maker, int, int, bool], dict[str, Tensor]]] = MappingProxyType(
-    {"text": _text, "vision": _vision, "audio": _audio}
+    {"text": _Maker.text_batch, "vision": _vision, "audio": _audio}
 )

@@ -13,6 +13,7 @@ from torch import nn
 from compressor.errors import ModelError
 from compressor.model.loading.sample_batches import MODALITIES, Modality, sample_batches
 from compressor.model.targets import text_config
+from tests.compressor.recipe.published.record import build
 
 _SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LLAMA = {"model_type": "llama", "vocab_size": 128, **_SMALL}
@@ -84,10 +85,12 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _make(kind: str) -> nn.Module:
-    name, config = copy.deepcopy(_MODELS[kind])
-    model_class = getattr(transformers, name)
     with torch.random.fork_rng():
         torch.manual_seed(0)
+        if kind not in _MODELS:
+            return build(kind)
+        name, config = copy.deepcopy(_MODELS[kind])
+        model_class = getattr(transformers, name)
         model: nn.Module = model_class(model_class.config_class(**config)).eval()
     return model
 
@@ -107,6 +110,9 @@ def _make(kind: str) -> nn.Module:
         ("vit_gpt2", None, "vision", "pixel_values decoder_input_ids"),
         ("llava_next", "vision", "vision", "input_ids attention_mask pixel_values image_sizes"),
         ("voxtral", "audio", "audio", "input_ids attention_mask input_features"),
+        ("gemma4", "vision", "vision", "input_ids attention_mask mm_token_type_ids pixel_values image_position_ids"),
+        ("gemma4", "audio", "audio", "input_ids attention_mask mm_token_type_ids input_features input_features_mask"),
+        ("kimi_k25", "vision", "vision", "input_ids attention_mask pixel_values image_grid_thw"),
     ],
 )
 def test_batches_run_and_hold_what_was_asked_for(kind: str, asked: Modality | None, got: str, names: str) -> None:
@@ -138,6 +144,7 @@ def test_placeholders_never_stand_in_plain_text() -> None:
         ("vit", "text", "reads no text; choose --modality vision"),
         ("bart", "vision", "reads no images; choose --modality text"),
         ("clip", "audio", "reads no sound; choose --modality text or vision"),
+        ("gemma4_moe", "audio", "reads no sound; choose --modality text or vision"),  # its config has no tower for that
         *(("patchtst", modality, r"reads no (text|images|sound); give real inputs .* --dataset") for modality in MODALITIES),
     ],
 )
