@@ -8,16 +8,20 @@ from __future__ import annotations
 import functools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from compressor import CompressorError, SparseGPTModifier, load_recipe, oneshot
+from compressor import CompressorError, SparseGPTModifier, load_compressed, load_recipe, oneshot
+from compressor.errors import SchemeError
 from compressor.mappings import find_pairs
 from compressor.model.experts.unfuse import unfused_experts
+from compressor.model.loading.sample_batches import MODALITIES, reads, sample_batches
 from compressor.modifiers.schemes.targets import SchemeTargets
 from compressor.nn import QuantizedLinear
 from compressor.nn.experts import usual_name
@@ -224,3 +228,86 @@ def test_a_recipe_runs_on_an_architecture_that_no_table_knows(kind: str, name: s
         difference = model(rows).logits - before
     print(kind, name, float(difference.norm() / before.norm()))
     assert float(difference.norm() / before.norm()) < 1
+
+
+# Refused for a checkpoint, which transformers with compressed-tensors would not load, before any data flow; they run in memory.
+PACKED_EMBEDDINGS = "embed_tokens: transformers reads packed embeddings only where all modules have one scheme"
+IN_MEMORY = {
+    "quantization_non_uniform/quantization_int4_int8": "asymmetric packed weights stand beside another scheme, and transformers reads",
+    "tests/e2e/recipes/actorder/recipe_w4a16_actorder_group": "compressed-tensors no longer reads such files",
+    "tests/llmcompressor/transformers/compression/recipes/new_quant_actorder_group": "compressed-tensors no longer reads such files",
+    "tests/llmcompressor/transformers/compression/recipes/new_quant_simple": PACKED_EMBEDDINGS,
+    "tests/llmcompressor/transformers/compression/recipes/new_quant_weight": PACKED_EMBEDDINGS,
+}
+PRUNED_LATE = "tests/sparsity/sparsegpt/recipes/quant_and_sparse"
+
+
+def followed(name: str) -> dict[str, Any]:
+    """The entry of a recipe, with the advice of its error, and with few steps where it learns."""
+    entry = json.loads(json.dumps(ENTRIES[name]))
+    if name in REFUSED:
+        (given,) = entry["modifiers"].values()
+        given |= REFUSED[name][1] or {}
+    for stage in entry.get("recipe", {"": {"": entry.get("modifiers", {})}}).values():
+        for learned in (group["AutoRoundModifier"] for group in stage.values() if "AutoRoundModifier" in group):
+            learned["iters"] = min(2, learned.get("iters", 2))
+    return entry
+
+
+def loaded(name: str) -> nn.Module:
+    """A model as loaders make it: parameters in bfloat16, and buffers in what their code asks for."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = build(name)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    draw_weights(model, 0)
+    for module in model.modules():
+        config: Any = module.__dict__.get("config")
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    return model
+
+
+def logits(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    with torch.no_grad():
+        return [model(**batch).logits for batch in batches]
+
+
+@pytest.mark.parametrize("name", [name for name in ENTRIES if name != PRUNED_LATE])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of readers that pass over experts or rotations
+def test_a_recipe_runs_with_all_that_its_model_reads_and_is_read_back(name: str, tmp_path: Path) -> None:
+    entry, out = followed(name), tmp_path / "out"
+    model = loaded(entry["model"])
+    batches = [one for modality in MODALITIES if reads(model, modality) for one in sample_batches(model, modality).batches]
+    before = logits(model, batches)
+    every = not entry["model"].startswith("llama4")  # whose experts are handed zeros in place of tokens of others
+    settings = {"dataset": DataLoader(batches, batch_size=None), "calibrate_all_experts": every, "device": "cpu"}
+    if name in IN_MEMORY:
+        with pytest.raises(SchemeError, match=IN_MEMORY[name]):
+            oneshot(model, recipe=recipe_of(entry), output_dir=out, **settings)
+    report = oneshot(model, recipe=recipe_of(entry), output_dir=None if name in IN_MEMORY else out, **settings).report
+    weighed = {one for one, what in resolved(entry)["schemes"].items() if what.startswith("weights")}
+    done = {one for one, record in report.modules.items() if record.scheme}
+    assert weighed <= done or "REAPPruningModifier" in entry.get("modifiers", ())  # which has the last of four experts fall away
+    after = logits(model, batches)
+    assert all(bool(now.isfinite().all()) for now in after)
+    assert not all(torch.equal(now, then) for now, then in zip(after, before, strict=True))
+    if name not in IN_MEMORY:
+        compressed = "quantization_config" in json.loads((out / "config.json").read_text(encoding="utf-8"))
+        read = load_compressed(out, device="cpu", model_class=type(model)) if compressed else type(model).from_pretrained(out, dtype="auto")
+        assert all(torch.equal(theirs, ours) for theirs, ours in zip(logits(read, batches), after, strict=True))
+
+
+def test_pruning_behind_quantization_of_the_same_layer_is_refused() -> None:
+    with pytest.raises(CompressorError, match=r"q_proj is quantized by GPTQModifier\[0\] before it is pruned"):
+        oneshot(loaded("llama"), recipe=recipe_of(ENTRIES[PRUNED_LATE]), dataset=[list(range(3, 15))], device="cpu")
+
+
+def test_sound_that_a_recipe_needs_and_images_do_not_give_is_asked_for() -> None:
+    """Its script gives Qwen3-Omni images alone, and leaves its audio tower among the targets."""
+    model, entry = loaded("qwen3_omni"), ENTRIES["multimodal_vision/qwen3_omni_example"]
+    images = DataLoader(sample_batches(model, "vision").batches, batch_size=None)
+    with pytest.raises(CompressorError, match=r"model.audio_tower.layers.0, .*: no batch calls these .*; give data"):
+        oneshot(model, recipe=recipe_of(entry), dataset=images, device="cpu")
