@@ -43,6 +43,19 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def without_bytes(tensor: Tensor) -> str:
+    """Return what kind of tensor it is, if it has no bytes of its own that say all it holds: `sparse_coo`; nothing for all others."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).removeprefix("torch.")
+    if tensor.is_quantized:
+        return "quantized"
+    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors
+        return type(tensor).__name__
+    return "meta" if tensor.untyped_storage().device.type == "meta" else ""  # fake ones among them
+
+
 def to_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of every element, uint8 [N, B]; a view where the tensor is contiguous."""
     flat = _flat(tensor)

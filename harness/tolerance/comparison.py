@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compressor.errors import UserInputError
-from harness.tolerance.bits import differs, dtype_name, is_floating, misplaced, ordered, ulp_distance, unit_of, widen
+from harness.tolerance.bits import differs, dtype_name, is_floating, misplaced, ordered, ulp_distance, unit_of, widen, without_bytes
 from harness.tolerance.measures import Distance, absolute_error, index_of, mean_kl, measure
 from harness.tolerance.tiers import T0, T1, T2, T3, T4, Tier
 
@@ -75,8 +75,12 @@ def compare(
         What was found.
 
     Raises:
-        UserInputError: the tier cannot be applied to this kind of tensor, or names a tensor that is not in the context.
+        UserInputError: the tier cannot be applied to this kind of tensor, or names a tensor that is not in the context; a tensor is
+            sparse, nested, quantized by torch, or without values.
     """
+    kind = without_bytes(actual) or without_bytes(expected)
+    if kind:
+        raise UserInputError(f"{name}: a {kind} tensor has no plain bytes to compare; give its parts as dense tensors")
     asked = tier if tier is not None else T0()
     wrong = _form(actual, expected)
     if wrong:
@@ -201,7 +205,7 @@ def _functional(tier: Tier, actual: Tensor, expected: Tensor, distance: Distance
         kl = mean_kl(actual, expected)
         facts.append((kl <= tier.max_kl, f"KL {kl:.4g} nats (at most {tier.max_kl:g})"))
     if tier.max_loss_ratio is not None:
-        ratio = _loss_ratio(actual, expected)
+        ratio = 1.0 if distance.max_abs == 0 else _loss_ratio(actual, expected)  # 0 and -0: other bits, the same loss
         facts.append((ratio <= tier.max_loss_ratio, f"loss ratio {ratio:.6g} (at most {tier.max_loss_ratio:g}, either way)"))
     shown = [text for ok, text in facts if not ok] or [text for _, text in facts]
     return _Finding(all(ok for ok, _ in facts), "; ".join(shown), {})

@@ -22,7 +22,7 @@ from compressor.errors import UserInputError
 from compressor.json_text import to_json
 from harness.errors import GoldenError
 from harness.goldens.store.manifest import TensorEntry
-from harness.tolerance.bits import dtype_name, dtype_of, from_bytes, to_bytes
+from harness.tolerance.bits import dtype_name, dtype_of, from_bytes, to_bytes, without_bytes
 
 # What safetensors and every reader of it hold as it is; all else is stored as bytes.
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -61,8 +61,8 @@ def _as_tensor(where: str, value: Any) -> Tensor:
             raise GoldenError(f"{where}: {error}; give a tensor") from error
     if not isinstance(value, Tensor):
         raise GoldenError(f"{where}: a {type(value).__name__} is no tensor; give a torch tensor or a numpy array")
-    if value.layout != torch.strided or value.is_quantized or value.is_meta:
-        kind = "quantized" if value.is_quantized else "meta" if value.is_meta else str(value.layout).removeprefix("torch.")
+    kind = without_bytes(value)
+    if kind:
         raise GoldenError(f"{where}: a {kind} tensor has no plain bytes to compare; give its parts as dense tensors")
     plain = value.detach().as_subclass(Tensor)
     return plain.resolve_conj().resolve_neg().cpu().contiguous()

@@ -420,3 +420,26 @@ def test_the_ladder_tells_rounding_from_a_wrong_constant() -> None:
     assert "does not fall at float32" in str(wrong)
     with pytest.raises(UserInputError, match="coarsest first"):
         climb(product(0.0), rungs=(torch.float64, torch.float32))
+
+
+WITHOUT_BYTES: dict[str, Callable[[], Tensor]] = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "nested": lambda: torch.nested.as_nested_tensor([torch.ones(2), torch.ones(2)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),  # comparing its bytes ends the process
+    "meta": lambda: torch.ones(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that quantized and nested tensors are old, or new
+@pytest.mark.parametrize("kind", WITHOUT_BYTES)
+@pytest.mark.parametrize("tier", [T0(), T3(max_loss_ratio=1.1)], ids=str)
+def test_a_tensor_without_bytes_of_its_own_is_refused(kind: str, tier: Tier) -> None:
+    tensor = WITHOUT_BYTES[kind]()
+    for pair in ((tensor, tensor), (torch.ones(3), tensor), (tensor, torch.ones(3))):
+        with pytest.raises(UserInputError, match=f"^weight: a {kind} tensor"):
+            compare(*pair, tier, name="weight")
+
+
+def test_zeros_of_either_sign_are_no_loss() -> None:
+    assert compare(-torch.zeros(3), torch.zeros(3), T3(max_loss_ratio=1.1)).ok
+    assert not compare(torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0]), T3(max_loss_ratio=1.1)).ok
