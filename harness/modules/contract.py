@@ -81,7 +81,10 @@ class ModuleReport:
 
 
 def verify_module(module: nn.Module, inputs: object) -> ModuleReport:
-    """Check that a module keeps the contract of torch.nn.Module. The module is left as it was.
+    """Check that a module keeps the contract of torch.nn.Module. The module is left as it was, gradients and graphs made before included.
+
+    One thing nobody can put back: `to(dtype)` makes torch forget the gradient accumulators of parameters, and with them the hooks that hang
+    there. DistributedDataParallel does that, so verify a module before it is wrapped.
 
     Args:
         module: any module that is built; not modified.
@@ -91,7 +94,8 @@ def verify_module(module: nn.Module, inputs: object) -> ModuleReport:
         One record per check; a module that does not take the inputs fails `module.call`, and what needs a call is skipped.
 
     Raises:
-        UserInputError: no module object, a lazy one that has not seen an input, or one of TorchScript or torch.compile.
+        UserInputError: no module object, a lazy one that has not seen an input, or one of TorchScript or torch.compile; a module that
+            holds sparse, nested, quantized or meta tensors; inputs that cannot be copied.
     """
     subject = Subject.of(module, inputs)
     with process_kept(module.modules()):

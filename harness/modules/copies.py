@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from harness.modules.subject import PROBE, ModuleCheck, Subject, collect, run, untouched
+from harness.modules.subject import PROBE, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 from harness.modules.tensors import FLOATS, all_tensors, known_tensors, overwrite, same_bits, share_memory
 
 CHECKS: list[ModuleCheck] = []
@@ -35,11 +35,11 @@ def _deepcopy(subject: Subject) -> list[str]:
         findings += [] if modes == other_modes else ["the copy is not in the same mode"]
         module.eval()
         twin.eval()
-        output = run(twin, subject.args, subject.kwargs)
+        output = run(twin, *subject.inputs())
         findings += [] if same_bits(subject.call(), output) else ["the copy's output differs"]
         if not findings:
             overwrite(module)  # a function in an attribute is not copied: it may still compute with the module it was made for
-            is_its_own = same_bits(output, run(twin, subject.args, subject.kwargs))
+            is_its_own = same_bits(output, run(twin, *subject.inputs()))
             findings += [] if is_its_own else ["the copy computes with the tensors of the original"]
         return findings
 
@@ -48,19 +48,22 @@ def _deepcopy(subject: Subject) -> list[str]:
 def _to_dtype(subject: Subject) -> list[str]:
     """`to(dtype)` converts floating-point parameters and buffers and no others, returns the module, and it runs in that dtype.
 
-    8-bit floats are codes rather than numbers to compute with: they may stay or be converted. So may what a module names in `kept_dtypes`:
-    buffers whose dtype is part of a file format.
+    Complex numbers may stay, or become real, as torch makes them. 8-bit floats are codes rather than numbers to compute with: they may
+    stay or be converted. So may what a module names in `kept_dtypes`: buffers whose dtype is part of a file format.
     """
     module = subject.module
-    known = [*known_tensors(module).values(), *(leaf for leaf in tree_leaves((subject.args, subject.kwargs)) if isinstance(leaf, Tensor))]
-    old = next((tensor.dtype for tensor in known if tensor.dtype in FLOATS), torch.float32)
+    known = [*known_tensors(module).values(), *(leaf for leaf in tree_leaves(subject.given) if isinstance(leaf, Tensor))]
+    old = next((tensor.dtype for tensor in known if tensor.dtype in FLOATS), None)
+    if old is None and any(tensor.is_complex() for tensor in known):
+        raise NotApplicableError("it computes with complex numbers alone")
     new = torch.bfloat16 if old is not torch.bfloat16 else torch.float32
     with untouched(module):
         before = {name: tensor.dtype for name, tensor in known_tensors(module).items()}
         kept = {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
         for name, tensor in known_tensors(module).items():
-            allowed = {new} if before[name] in FLOATS else {before[name], new} if before[name].is_floating_point else {before[name]}
+            is_number = before[name].is_floating_point or before[name].is_complex
+            allowed = {new} if before[name] in FLOATS else {before[name], new} if is_number else {before[name]}
             allowed |= {before[name]} if name in kept else set()
             findings += [] if tensor.dtype in allowed else [f"{name} went from {before[name]} to {tensor.dtype} where {new} was asked for"]
 
@@ -68,7 +71,7 @@ def _to_dtype(subject: Subject) -> list[str]:
             return tensor.to(new) if tensor.is_floating_point() else tensor
 
         if not findings:
-            run(module, *tree_map_only(Tensor, convert, (subject.args, subject.kwargs)))
+            run(module, *tree_map_only(Tensor, convert, subject.inputs()))
     return findings
 
 
@@ -83,7 +86,7 @@ def _to_device(subject: Subject) -> list[str]:
         left = [name for name, tensor in all_tensors(module).items() if tensor.device.type != target.type]
         findings += [f"{name} stayed behind when the module went to {target.type}" for name in left]
         if target.type != "meta" and not findings:
-            run(module, *tree_map_only(Tensor, lambda tensor: tensor.to(target), (subject.args, subject.kwargs)))
+            run(module, *tree_map_only(Tensor, lambda tensor: tensor.to(target), subject.inputs()))
     return findings
 
 

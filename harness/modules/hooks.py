@@ -1,6 +1,7 @@
 """Checks of a module's call: which hook comes when, what it is given, and what it may replace.
 
-Hooks that are seen to run hand on clones, so a check sees by identity (`is`) whether the next one got what the last one returned.
+Hooks that are seen to run hand on clones, so a check sees by identity (`is`) whether the next one got what the last one returned. That is
+done without gradients: a full backward hook of the module's own puts views in the place of tensors that carry some.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _backward_hooks(subject: Subject) -> list[str]:
         return tuple(None if grad is None else torch.full_like(grad, 3.0) for grad in grad_input)
 
     with subject.hooks() as hooks, torch.enable_grad():
+        hooks.own("forward_pre", lambda module, changed: args)  # what a pre-hook of the module's own makes of them is no leaf
         hooks.own("full_backward_pre", replace_output)
         hooks.own("full_backward_pre", _note(log, "pre-hook 2"))
         hooks.own("full_backward", replace_input)
@@ -70,7 +72,7 @@ def _backward_hooks(subject: Subject) -> list[str]:
 @_check("module.input_replacement")
 def _input_replacement(subject: Subject) -> list[str]:
     """What a pre-hook returns, as a tuple or as one value, goes to the next pre-hook and to forward."""
-    first = tree_map_only(Tensor, torch.clone, subject.in_order())
+    first = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), subject.in_order())
     second = tree_map_only(Tensor, torch.clone, first)
     got: dict[str, tuple[Any, ...]] = {}
 
@@ -97,7 +99,7 @@ def _output_replacement(subject: Subject) -> list[str]:
         outputs.append(tree_map_only(Tensor, torch.clone, output))
         return outputs[-1]
 
-    with subject.hooks() as hooks:
+    with subject.hooks() as hooks, torch.no_grad():
         hooks.own("forward", replace)
         hooks.own("forward", replace)
         hooks.own("forward", lambda module, args, output: None)
@@ -166,7 +168,7 @@ def _bare_forward(subject: Subject) -> list[str]:
     log: list[str] = []
     with subject.hooks() as hooks:
         _note_forward_hooks(hooks, log)
-        run(subject.module.forward, subject.args, subject.kwargs)
+        run(subject.module.forward, *subject.inputs())
     return _difference(log, [])
 
 

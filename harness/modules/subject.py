@@ -1,27 +1,31 @@
 """One module under examination: how to call it, watch its forward, and leave it exactly as it was.
 
 Every check works on the module itself, never on a copy, since copying is one of the things that is checked. `untouched` is what makes that
-safe: it keeps the attributes of every submodule and the bytes of every tensor, and puts both back.
+safe: it keeps the attributes of every submodule, and bytes, versions and gradients of every tensor, and puts them back.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from compressor.errors import UserInputError
 from compressor.random_state import random_numbers_kept
-from harness.modules.tensors import own_tensors
+from harness.modules.tensors import held_tensors
 from harness.reporting.record import Claim
+from harness.tolerance.bits import without_bytes
 
 ForwardKind = Literal["forward_pre", "forward"]
 Kind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
@@ -43,13 +47,11 @@ class Subject:
 
     Attributes:
         module: the module itself.
-        args: positional inputs.
-        kwargs: keyword inputs.
+        given: the caller's inputs, positional and keyword ones; a forward gets copies, since it may write to what it is given.
     """
 
     module: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    given: tuple[tuple[Any, ...], dict[str, Any]]
 
     @classmethod
     def of(cls, module: object, inputs: object) -> Subject:
@@ -63,7 +65,8 @@ class Subject:
             The subject.
 
         Raises:
-            UserInputError: no module, a lazy one that has not seen an input, or one of TorchScript or torch.compile.
+            UserInputError: no module, a lazy one that has not seen an input, or one of TorchScript or torch.compile; one that holds
+                tensors without plain bytes; inputs that cannot be copied.
         """
         if not isinstance(module, nn.Module):
             what = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__} object"
@@ -75,13 +78,28 @@ class Subject:
             )
         if any(torch.nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             raise UserInputError(f"verify_module: {type(module).__name__} has parameters without a shape; call it once before")
-        if isinstance(inputs, Mapping):
-            return cls(module, (), dict(inputs))
-        return cls(module, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,))
+        for kind in filter(None, map(without_bytes, held_tensors(module))):
+            raise UserInputError(
+                f"verify_module: {type(module).__name__} holds a {kind} tensor, whose values can neither be compared nor put back; give a "
+                "module of dense tensors"
+            )
+        args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        subject = cls(module, (args, dict(inputs) if isinstance(inputs, Mapping) else {}))
+        try:
+            subject.inputs()
+        except (TypeError, RuntimeError, copy.Error) as error:
+            raise UserInputError(f"verify_module: the inputs cannot be copied ({error}); give some that copy.deepcopy takes") from error
+        return subject
+
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a fresh copy of the positional and the keyword inputs."""
+        tensors = [leaf for leaf in tree_leaves(self.given) if isinstance(leaf, Tensor)]
+        # Those that deepcopy refuses: with a history of gradients, and of other layouts.
+        return copy.deepcopy(self.given, {id(one): one.clone() for one in tensors if not one.is_leaf or without_bytes(one)})
 
     def call(self) -> Any:
         """Call the module on its inputs, with the same random numbers each time; the caller's RNG state stays."""
-        return run(self.module, self.args, self.kwargs)
+        return run(self.module, *self.inputs())
 
     def by_keyword(self) -> dict[str, Any]:
         """Return all inputs by the names that forward gives them.
@@ -93,7 +111,8 @@ class Subject:
             NotApplicableError: forward gives an input no name.
         """
         signature = inspect.signature(self.module.forward)
-        bound = signature.bind(*self.args, **self.kwargs)
+        args, kwargs = self.inputs()
+        bound = signature.bind(*args, **kwargs)
         for name in bound.arguments:
             if signature.parameters[name].kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
                 raise NotApplicableError(f"forward takes {name!r} without a name")
@@ -110,7 +129,8 @@ class Subject:
         Raises:
             NotApplicableError: forward takes one of them by name only.
         """
-        bound = inspect.signature(self.module.forward).bind(*self.args, **self.kwargs)
+        args, kwargs = self.inputs()
+        bound = inspect.signature(self.module.forward).bind(*args, **kwargs)
         if bound.kwargs:
             raise NotApplicableError(f"forward takes {sorted(bound.kwargs)} by name only")
         return bound.args
@@ -247,19 +267,27 @@ def untouched(module: nn.Module) -> Iterator[None]:
         Nothing.
     """
     kept = [(part, _kept_attributes(part)) for part in module.modules()]
-    tensors = {id(tensor): tensor for part, _ in kept for tensor in own_tensors(part).values()}
-    values = [(tensor, tensor.data, tensor.detach().clone()) for tensor in tensors.values()]
-    gradients = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors.values() if tensor.is_leaf]
+    tensors = held_tensors(module)
+    contents = [(tensor, tensor.data, tensor.requires_grad, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
+    # Bytes of the memory: those of a tensor cannot be written where its elements share them, as in an expanded one.
+    storages = {(storage.data_ptr(), storage.nbytes()): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    memories = [(storage, storage.clone()) for storage in storages.values()]
+    versions = [tensor for tensor in tensors if not tensor.is_inference()]  # a graph made before looks at them in its backward
+    for tensor, _, _, grad in contents:
+        if grad is not None:
+            tensor.grad = grad.detach().clone()
     try:
-        yield
+        with _unsafe_preserve_version_counter(tuple(versions)):
+            yield
     finally:
-        for tensor, data, value in values:
-            with torch.no_grad():
-                data.copy_(value)
+        for storage, memory in memories:
+            storage.copy_(memory)
+        for tensor, data, requires_grad, grad in contents:
             tensor.data = data
-        for tensor, requires_grad, grad in gradients:
-            tensor.requires_grad_(requires_grad)
-            tensor.grad = grad
+            if tensor.is_leaf:
+                if tensor.requires_grad != requires_grad:  # an inference tensor refuses even what it has
+                    tensor.requires_grad_(requires_grad)
+                tensor.grad = grad
         for part, attributes in kept:
             _put_back(part, attributes)
 

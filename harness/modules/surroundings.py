@@ -43,6 +43,7 @@ def _reseeds(subject: Subject) -> bool:
     with untouched(subject.module), random_numbers_kept():
         for seed in (1, 2):
             torch.manual_seed(seed)
-            subject.module(*subject.args, **subject.kwargs)
+            args, kwargs = subject.inputs()
+            subject.module(*args, **kwargs)
             ends.append(torch.get_rng_state())
     return torch.equal(*ends)

@@ -40,6 +40,22 @@ def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {_join(prefix, name): tensor for prefix, part in module.named_modules() for name, tensor in own_tensors(part).items()}
 
 
+def held_tensors(module: nn.Module) -> list[Tensor]:
+    """Find every tensor of a module and its descendants, those in plain containers included.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Each tensor once.
+    """
+    found: dict[int, Tensor] = {}
+    for value in (value for part in module.modules() for value in vars(part).values()):
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | tuple) else (value,)
+        found |= {id(one): one for one in held if isinstance(one, Tensor)}
+    return list(found.values())
+
+
 def known_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Find the parameters and buffers of a module and its descendants.
 
@@ -86,9 +102,10 @@ def overwrite(module: nn.Module) -> None:
     tensors = known_tensors(module)
     with torch.no_grad():
         for tensor in {id(tensors[name]): tensors[name] for name in persistent_names(module)}.values():
-            original = tensor.clone()
-            if same_bits(original, tensor.zero_()):
-                tensor.fill_(1)
+            plain = tensor.view(torch.uint8) if tensor.dtype == torch.float4_e2m1fn_x2 else tensor  # fp4 cannot be filled
+            original = plain.clone()
+            if same_bits(original, plain.zero_()):
+                plain.fill_(1)
 
 
 def share_memory(first: Tensor, second: Tensor) -> bool:

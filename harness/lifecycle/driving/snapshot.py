@@ -172,8 +172,9 @@ class Bits:
 
     def __init__(self, tensor: Tensor) -> None:
         """Copy the tensor."""
-        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        self.kind = (copy.dtype, copy.shape, copy.device)
+        plain = tensor.detach() if tensor.layout == torch.strided else tensor.detach().to_dense()  # as the gradient of an embedding
+        copy = plain.clone(memory_format=torch.contiguous_format)
+        self.kind = (copy.dtype, copy.shape, copy.device, tensor.layout)
         self.bits = copy.reshape(-1).view(torch.uint8)
 
     def __eq__(self, other: object) -> bool:
@@ -186,7 +187,7 @@ class Bits:
 
     def __repr__(self) -> str:
         """Name dtype and shape."""
-        dtype, shape, _ = self.kind
+        dtype, shape, *_ = self.kind
         return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 

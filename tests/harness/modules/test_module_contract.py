@@ -23,6 +23,7 @@ from compressor.numerics import PRESETS, QuantizationArgs, QuantizationScheme, m
 from harness import verify_module
 from harness.lifecycle.driving.snapshot import Snapshot
 from harness.modules.contract import CHECKS
+from harness.modules.tensors import same_bits
 from harness.reporting.verdict import Outcome
 
 FEATURES = 4
@@ -610,3 +611,136 @@ def test_the_report_is_text_and_json() -> None:
     assert data["verdict"] == "regression" and [check["name"] for check in data["checks"] if check["outcome"] == "fail"] == [
         "module.apply_order"
     ]
+
+
+class WithBuffer(nn.Linear):
+    """A sound layer beside a buffer that it does not save."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__(FEATURES, 2)
+        self.register_buffer("beside", buffer, persistent=False)
+
+
+def test_gradients_and_the_graph_of_a_call_before_are_left_as_they_were() -> None:
+    layer = Layer()
+    layer(inputs_of()).sum().backward()
+    weight_grad, values = layer.weight.grad, copy.deepcopy(layer.weight.grad)
+    loss = layer(inputs_of()).square().sum()
+    assert verify_module(layer, inputs_of()).passed
+    assert layer.weight.grad is weight_grad and torch.equal(weight_grad, values)
+    loss.backward()  # torch refuses it where a weight was written to, be it with what it held
+    assert not torch.equal(layer.weight.grad, values)
+
+
+def test_a_sparse_gradient_is_left_as_it_was() -> None:
+    layer = nn.Embedding(FEATURES, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    gradient = layer.weight.grad
+    assert verify_module(layer, torch.tensor([1])).passed and layer.weight.grad is gradient
+
+
+BUFFERS: dict[str, Callable[[], Tensor]] = {
+    "expanded": lambda: torch.ones(1, 4).expand(3, 4),
+    "windows": lambda: torch.arange(6.0).unfold(0, 3, 1),
+    "complex": lambda: torch.polar(torch.ones(4), torch.arange(4.0)),
+    "conjugate": lambda: torch.polar(torch.ones(4), torch.arange(4.0)).conj(),
+    "negative": lambda: torch.polar(torch.ones(4), torch.arange(4.0)).conj().imag,
+    "fp4": lambda: torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+}
+
+
+@pytest.mark.parametrize("kind", BUFFERS)
+def test_a_buffer_of_another_make_is_no_deviation_and_keeps_its_bits(kind: str) -> None:
+    layer = WithBuffer(BUFFERS[kind]())
+    report = verify_module(layer, inputs_of())
+    # torch itself does not convert fp4
+    assert report.failed == (("module.to_dtype",) if kind == "fp4" else ()), report.to_text()
+    assert same_bits(layer.beside, BUFFERS[kind]()) and layer.beside.stride() == BUFFERS[kind]().stride()
+
+
+def test_of_an_fp4_buffer_that_is_saved_only_what_torch_cannot_do_is_told() -> None:
+    layer = nn.Linear(FEATURES, 2)
+    layer.register_buffer("codes", torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    assert verify_module(layer, inputs_of()).failed == ("module.state_dict_round_trip", "module.to_dtype")  # neither loaded nor converted
+
+
+class CountsInContainers(nn.Linear):
+    """A sound layer that writes to tensors which torch does not know of."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 2)
+        self.counts: tuple[Any, ...] = (torch.zeros(1),)
+        self.kept = {"seen": torch.zeros(1)}
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.counts[0].add_(1)
+        self.kept["seen"].add_(1)
+        return super().forward(input)
+
+
+def test_tensors_in_plain_containers_are_left_as_they_were() -> None:
+    layer = CountsInContainers()
+    verify_module(layer, inputs_of())
+    assert (float(layer.counts[0]), float(layer.kept["seen"])) == (0.0, 0.0)
+
+
+def halve_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(arg / 2 for arg in args)
+
+
+def halve_gradient(module: nn.Module, grads: tuple[Tensor, ...], *_: object) -> tuple[Tensor, ...]:
+    return tuple(grad / 2 for grad in grads)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_hooks_of_the_callers_that_replace_what_they_see_are_no_deviation(needs_grad: bool) -> None:
+    layer = nn.Linear(FEATURES, 2)
+    layer.register_forward_pre_hook(halve_input)
+    layer.register_forward_hook(lambda module, args, output: output / 2)
+    layer.register_full_backward_pre_hook(halve_gradient)
+    layer.register_full_backward_hook(halve_gradient)
+    report = verify_module(layer, inputs_of().requires_grad_(needs_grad))
+    assert report.passed, report.to_text()
+
+
+def test_a_module_of_complex_numbers_alone_is_not_asked_for_another_real_dtype() -> None:
+    report = verify_module(nn.Linear(FEATURES, 2, dtype=torch.complex64), inputs_of().to(torch.complex64))
+    assert report.passed, report.to_text()
+    assert {record.name: record for record in report.records}["module.to_dtype"].summary == "it computes with complex numbers alone"
+
+
+class AddsInPlace(nn.Module):
+    """It writes to its input, as torch's own layers with inplace=True do."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.add_(1)
+
+
+@pytest.mark.parametrize("make", [inputs_of, lambda: inputs_of().requires_grad_() * 2], ids=["leaf", "with history"])
+def test_inputs_that_a_forward_writes_to_are_given_anew_to_each_call(make: Callable[[], Tensor]) -> None:
+    x = make()
+    report = verify_module(AddsInPlace(), x)
+    assert torch.equal(x, make())
+    assert report.failed == ("module.backward_hooks",), report.to_text()  # torch itself refuses to write to a leaf
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs", "message"),
+    [
+        (WithBuffer(torch.eye(2).to_sparse()), inputs_of(), "WithBuffer holds a sparse_coo tensor"),
+        (nn.Sequential(WithBuffer(torch.ones(2, device="meta"))), inputs_of(), "Sequential holds a meta tensor"),
+        (nn.Linear(FEATURES, 2), (part for part in [inputs_of()]), "the inputs cannot be copied"),
+    ],
+    ids=["sparse", "meta", "generator"],
+)
+def test_what_cannot_be_put_back_is_refused(module: nn.Module, inputs: object, message: str) -> None:
+    with pytest.raises(UserInputError, match=message):
+        verify_module(module, inputs)
+
+
+def test_a_module_that_was_made_in_inference_mode_is_told_what_it_cannot_do() -> None:
+    with torch.inference_mode():
+        layer = nn.Linear(FEATURES, 2)
+    before = layer.weight.clone()
+    assert "module.state_dict_round_trip" in verify_module(layer, inputs_of()).failed  # torch lets nobody write to its weights
+    assert torch.equal(layer.weight, before) and layer.weight.requires_grad
