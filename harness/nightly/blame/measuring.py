@@ -186,7 +186,8 @@ class CommandMeasure:
         )
         measured = _found(history, self.metric)  # a test that fails has measured, too
         outcome = CellOutcome.ERROR if measured is None else CellOutcome.PASS
-        return Reading(measured, outcome, f"exit code {ended.code}; {last_line(log)}")
+        missing = "" if measured is not None else f"{self.metric} was not written; "
+        return Reading(measured, outcome, f"{missing}exit code {ended.code}; {last_line(log)}")
 
 
 def _found(history: Path, metric: str) -> Measurement | None:

@@ -19,7 +19,7 @@ from harness.cli import main
 from harness.errors import HarnessError
 from harness.nightly.blame.answer import BlameReport
 from harness.nightly.blame.deciding import decide, effect_of, is_reproduced
-from harness.nightly.blame.measuring import Reading
+from harness.nightly.blame.measuring import CommandMeasure, Reading
 from harness.nightly.blame.repository import Repository
 from harness.nightly.blame.search import Search, find_ends
 from harness.nightly.cells import CellOutcome
@@ -257,6 +257,14 @@ def test_a_command_measures_the_code_of_each_commit_and_a_second_search_measures
     assert len(logs) == 6  # three commits, each beside the good one
     assert main(asked) == 1
     assert "change 2" in capsys.readouterr().out and logs == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("command.log")}
+
+
+def test_a_command_that_ends_well_without_the_metric_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "-q")
+    monkeypatch.chdir(tmp_path)
+    measure = CommandMeasure("python -c pass {history}", "cost", Repository(tmp_path), tmp_path / "out")
+    reading = measure.run("0" * 40, tmp_path, "first")
+    assert reading.measurement is None and reading.note == "cost was not written; exit code 0; command.log is empty"
 
 
 TIMED = """
