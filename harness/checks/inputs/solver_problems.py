@@ -63,7 +63,7 @@ def hessian_of(x: Tensor) -> Tensor:
 
 
 def problems(solver: Solver) -> list[Problem]:
-    """Return problems whose columns suit the solver's groups: ordinary, of one row, with more rows than columns, prime, and singular."""
+    """Return problems whose columns suit the solver's groups: ordinary, of one row, square, with more rows than columns, and singular."""
     size = solver.group_size or 1
     columns = size * max(1, round(48 / size)) if solver.group_size else 47
     narrow = problem("", 8, columns, 250, seed=5)
@@ -71,6 +71,7 @@ def problems(solver: Solver) -> list[Problem]:
         problem("ordinary", 24, columns, 300, seed=1),
         problem("singular", 16, columns, columns // 2, seed=2),
         problem("one row", 1, columns, 200, seed=3),
+        problem("square", columns, columns, 300, seed=7),
         problem("more rows than columns", columns + 40, columns, 300, seed=6),
         replace(narrow, name="bfloat16", weight=narrow.weight.to(torch.bfloat16)),
     ]

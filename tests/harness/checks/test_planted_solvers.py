@@ -85,6 +85,7 @@ WRONG: dict[str, tuple[OurSolver, str, str]] = {
     "a tail of columns": (Overlooks(44), "solver.scales_fit", "a weight is cut off by more than a step"),
     "the last column": (Overlooks(1), "solver.scales_fit", "a column that decides, 300 x 300"),
     "more rows than columns": (Wrong(beside=as_rounding(lambda w: len(w) > w.shape[1])), "solver.dense_oracle", "more rows than columns: "),
+    "square weights": (Wrong(beside=lambda w, H: H.flip(0, 1) if len(w) == w.shape[1] else H), "solver.dense_oracle", "square: "),
     "rows from 129 on": (Wrong(weight=lambda w, _: torch.cat((w[:128], w[128:] * 1.5))), "solver.pieces", "540 rows, piece"),
     "columns from 513 on": (
         Wrong(weight=lambda w, _: torch.cat((w[:, :512], w[:, 512:] * 1.5), 1)),
