@@ -179,8 +179,8 @@ def _show(value: Any) -> str:
 
 # `${name}` in a recipe: replaced by the value of an argument, never evaluated.
 #
-# A string that is nothing but `${name}` becomes the value itself, with its type; inside a longer string the value is written out.
-# `$${` stands for a literal `${`.
+# A string that is nothing but `${name}` becomes the value itself, with its type; inside a longer string, text and numbers are written out.
+# `$${` stands for a literal `${`. Keys of settings are such strings, too.
 
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^${}]*)\}|\$\{")
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
@@ -200,12 +200,22 @@ def substitute(value: Any, args: Mapping[str, Any], used: set[str], where: Calla
         New data.
 
     Raises:
-        RecipeError: a reference to a name that is not among the arguments, or `${` without a name.
+        RecipeError: a reference to a name that is not among the arguments, or `${` without a name; a value that is no text where only
+            text can stand; or two keys of one text.
     """
     if isinstance(value, str):
         return _replace(value, args, used, where, path)
     if isinstance(value, Mapping):
-        return {key: substitute(item, args, used, where, (*path, key)) for key, item in value.items()}
+        found: dict[Any, Any] = {}
+        for key, item in value.items():
+            here = (*path, key)
+            new = _replace(key, args, used, where, here) if isinstance(key, str) else key
+            if isinstance(key, str) and not isinstance(new, str):
+                raise RecipeError(f"{where(here)}: {key!r} stands for {_show(new)}, and a key is text; give the argument a text")
+            if new in found:
+                raise RecipeError(f"{where(here)}: {key!r} gives {new!r}, which stands twice in one mapping; keep one")
+            found[new] = substitute(item, args, used, where, here)
+        return found
     if isinstance(value, list | tuple):
         return [substitute(item, args, used, where, (*path, number)) for number, item in enumerate(value)]
     return value
@@ -248,7 +258,7 @@ def escape(value: Any) -> Any:
     if isinstance(value, str):
         return value.replace("${", "$${")
     if isinstance(value, Mapping):
-        return {key: escape(item) for key, item in value.items()}
+        return {escape(key): escape(item) for key, item in value.items()}
     return [escape(item) for item in value] if isinstance(value, list) else value
 
 
@@ -268,5 +278,14 @@ def _replace(text: str, args: Mapping[str, Any], used: set[str], where: Callable
         used.add(name)
         return args[name]
 
+    def written(match: re.Match[str]) -> str:
+        value = look_up(match)
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise RecipeError(
+                f"{where(path)}: {text!r} holds {match.group()} beside other text, and it stands for {_show(value)}, neither text nor a "
+                "number; let it stand alone, or write the text out"
+            )
+        return str(value)
+
     whole = _REFERENCE.fullmatch(text)
-    return look_up(whole) if whole else _REFERENCE.sub(lambda match: str(look_up(match)), text)
+    return look_up(whole) if whole else _REFERENCE.sub(written, text)

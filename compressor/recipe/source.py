@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -73,7 +74,7 @@ def read_document(source: str | Path | Mapping[str, Any] | Sequence[Any]) -> Doc
         return _read_file(Path(source))
     if "\n" not in source and source.lower().endswith(RECIPE_SUFFIXES):
         raise RecipeError(f"{source}: there is no such recipe file; {_similar_files(Path(source))}")
-    document = _parse(source, "recipe", _looks_like(source))
+    document = _parse(source, "recipe", _looks_like(source, "recipe"))
     if isinstance(document.data, str):
         raise RecipeError(f"recipe: {document.data[:60]!r} is neither an existing file nor the text of a recipe; give the path of a file")
     return document
@@ -104,16 +105,32 @@ def _read_file(path: Path) -> Document:
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}); give a readable file") from error
     kind = path.suffix.lower()
-    return _parse(text, path.name, kind if kind in RECIPE_SUFFIXES else _looks_like(text))
+    return _parse(text, path.name, kind if kind in RECIPE_SUFFIXES else _looks_like(text, path.name))
 
 
-def _looks_like(text: str) -> str:
-    """The kind of a text without a file name: JSON if it is JSON, Markdown if a fenced front matter is followed by more, else YAML."""
+def _looks_like(text: str, name: str) -> str:
+    """The kind of a text without a suffix: JSON if it is JSON, Markdown if a fenced front matter is followed by prose, else YAML.
+
+    Raises:
+        RecipeError: a second document may follow the first: of both, one would be read without a word.
+    """
     try:
         from_json(text)
     except ValueError:
-        return ".md" if _front_matter(text) is not None else ".yaml"
+        _, *behind = _fenced(text) or [""]
+        if any(isinstance(_data_of(part), Mapping | list) for part in behind):
+            raise RecipeError(
+                f"{name}: several YAML documents stand in it, and a recipe is one; give one, or the path of a .md file where prose follows"
+            ) from None
+        return ".md" if _fenced(text) else ".yaml"
     return ".json"
+
+
+def _data_of(text: str) -> Any:
+    try:
+        return from_yaml(text, "")[0]
+    except UserInputError:  # prose
+        return None
 
 
 def _parse(text: str, name: str, kind: str) -> Document:
@@ -121,22 +138,21 @@ def _parse(text: str, name: str, kind: str) -> Document:
         return _parse_json(text, name)
     if kind != ".md":
         return _parse_yaml(text, text, name)
-    front = _front_matter(text)
-    if front is None:
+    parts = _fenced(text)
+    if parts is None:
         raise RecipeError(f"{name}: no front matter was found; put the recipe between two lines '---' at the top of the file")
-    return _parse_yaml(front, text, name)
+    return _parse_yaml(parts[0], text, name)
 
 
-def _front_matter(text: str) -> str | None:
-    """The text between the first two fences, line numbers kept; None where it does not start with a fence that is closed later."""
+def _fenced(text: str) -> list[str] | None:
+    """The parts between fences and behind the last, the first with its line numbers; None where no fence at the top is closed later."""
     lines = text.splitlines()
     start = next((number for number, line in enumerate(lines) if line.strip()), None)
     if start is None or lines[start].strip() not in _FENCES:
         return None
-    for end in range(start + 1, len(lines)):
-        if lines[end].strip() == lines[start].strip():
-            return "\n" * (start + 1) + "\n".join(lines[start + 1 : end])
-    return None
+    fences = [number for number, line in enumerate(lines) if line.strip() == lines[start].strip()]
+    parts = ["\n".join(lines[begin + 1 : end]) for begin, end in pairwise([*fences, len(lines)])]
+    return ["\n" * (start + 1) + parts[0], *parts[1:]] if parts[1:] else None
 
 
 def _parse_yaml(recipe_text: str, text: str, name: str) -> Document:

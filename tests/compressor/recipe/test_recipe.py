@@ -232,12 +232,12 @@ def test_arguments_keep_their_type_alone_and_are_written_out_in_a_longer_string(
         dampening_frac: ${frac}
         ignore: ${names}
         targets: ["re:model.layers.${layer}.mlp", "${pattern}", "${layer}${layer}"]
-        extras: {deep: [{deeper: "${size}"}], text: "$${size} $ {x} $$"}
+        extras: {deep: [{deeper: "${size}"}], text: "$${size} $ {x} $$", "${pattern}": {"$${layer}.${layer}": 1}}
     """
     modifier = only(text)
     assert (modifier.block_size, modifier.dampening_frac, modifier.ignore) == (64, 0.5, ["a", "b"])
     assert modifier.targets == ["re:model.layers.3.mlp", "re:.*3$", "33"]
-    assert modifier.extras == {"deep": [{"deeper": 64}], "text": "${size} $ {x} $$"}
+    assert modifier.extras == {"deep": [{"deeper": 64}], "text": "${size} $ {x} $$", "re:.*3$": {"${layer}.3": 1}}
 
 
 def test_the_callers_arguments_come_first_then_the_stages_then_the_recipes() -> None:
@@ -272,6 +272,11 @@ def test_the_callers_arguments_come_first_then_the_stages_then_the_recipes() -> 
             {"siz": 2},
             "recipe: the argument 'siz' is not used by the recipe; did you mean 'size'?",
         ),
+        ("args: {a: [b, c]}\nToyModifier:\n  ignore: ['x${a}']", None, "recipe:3: 'x${a}' holds ${a} beside other text"),
+        ("args: {a: true}\nToyModifier: {ignore: ['x${a}']}", None, "${a} beside other text, and it stands for True, neither text nor"),
+        ("args: {a: null}\nToyModifier: {ignore: ['x${a}']}", None, "${a} beside other text, and it stands for an empty entry"),
+        ("args: {a: 3}\nToyModifier: {extras: {'${a}': 1}}", None, "recipe:2: '${a}' stands for 3, and a key is text; give"),
+        ("args: {a: b}\nToyModifier: {extras: {b: 1, '${a}': 1}}", None, "recipe:2: '${a}' gives 'b', which stands twice"),
         ("args: [1]\nToyModifier: {}", None, "recipe:1: args holds [1]"),
         ("a_stage:\n  args: 3\n  ToyModifier: {}", None, "recipe:2: args holds 3"),
     ],
@@ -400,6 +405,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "unreadable character": ("ToyModifier: {scheme: '\x00'}", "recipe: this is not safe YAML"),
     "unhashable key": ("? [a]\n: b", "recipe:1: this is not safe YAML"),
     "two documents": ("ToyModifier: {}\n---\nToyModifier: {}\n", "recipe:2: this is not safe YAML"),
+    "two documents behind fences": ("---\nToyModifier: {}\n---\nToyModifier: {}\n", "recipe: several YAML documents stand in it"),
+    "a document behind a comment": ("---\nToyModifier: {}\n---\n# Card\n---\n- ToyModifier\n", "recipe: several YAML documents stand in"),
     "foreign tag": (
         "- !GPTQModifier\n  scheme: A\n",
         "recipe:1: this is not safe YAML (could not determine a constructor for the tag '!GPTQModifier')",
@@ -464,6 +471,7 @@ def test_all_mistakes_in_one_modifier_are_named_at_once() -> None:
         ("r.json", "[" * 100_000, "r.json: its entries are nested too deeply"),
         ("r.yaml", "[" * 5_000, "r.yaml: its entries are nested too deeply"),
         ("r.yaml", b"\xff\xfe\x00", "r.yaml: byte 0 is not UTF-8 text"),
+        ("r.txt", "---\nToyModifier: {}\n---\na: 1", "r.txt: several YAML documents stand in it"),
         ("r.txt", "just words", "r.txt: 'just words' is no recipe"),
     ],
 )
