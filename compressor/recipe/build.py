@@ -85,15 +85,15 @@ class Builder:
 
     def _stages(self, data: Mapping[Any, Any]) -> Iterator[Stage]:
         args = self._arguments(data, (), self._given)
-        names = {key: self._stage_name(key) for key in data if key not in ("args", *UNREAD)}
+        names = {self._plain(key, ()): self._stage_name(key) for key in data if key not in ("args", *UNREAD)}
         flat = [key for key, name in names.items() if name is None]
         if not any(names.values()):
             yield self._stage(DEFAULT_STAGE, {key: data[key] for key in flat}, (), args)
             return
         if flat:
-            raise self._error(
-                (flat[0],), f"{flat[0]!r} stands beside stages; {self._advise_key(flat[0], ('args',))}, or move it into a stage"
-            )
+            words = self._words(flat[0], "args")
+            advice = "" if flat[0] in words else f"{suggest(str(flat[0]), words)}, or "
+            raise self._error((flat[0],), f"{flat[0]!r} stands beside stages; {advice}move it into a stage")
         for key, name in names.items():
             if not isinstance(data[key], Mapping):
                 raise self._error((key,), f"the stage {key} holds {_show(data[key])}; give it a mapping, such as quant_modifiers: ...")
@@ -106,14 +106,17 @@ class Builder:
     def _stage(self, name: str, content: Mapping[Any, Any], path: EntryPath, args: Mapping[str, Any]) -> Stage:
         modifiers: list[Modifier] = []
         for key, value in content.items():
-            here = (*path, key)
+            here = (*path, self._plain(key, path))
             group = _GROUP.match(key) if isinstance(key, str) else None
             if group or key == "modifiers":
                 modifiers += self._group(value, here, group.group(1) if group else name, args)
             elif isinstance(key, str) and (":" in key or key in known_modifiers()):
                 modifiers.append(self._modifier(key, value, here, name, args))
+            elif path and self._stage_name(key):
+                raise self._error(here, f"{key!r} stands inside of a stage; write all stages at the top, one below the other")
             elif key not in ("args", "run_type"):
-                raise self._error(here, f"{key!r} means nothing in a recipe; {self._advise_key(key, ('args', 'run_type'))}")
+                advice = suggest(str(key), self._words(key, "args", "run_type"))
+                raise self._error(here, f"{key!r} means nothing in a recipe; {advice}")
         run_type = content.get("run_type")
         if run_type is not None and run_type not in RUN_TYPES:
             raise self._error((*path, "run_type"), f"run_type: {run_type!r} is unknown; {suggest(str(run_type), RUN_TYPES)}")
@@ -130,6 +133,7 @@ class Builder:
                 yield self._modifier(name, settings, (*here, name), group, args)
 
     def _modifier(self, name: Any, settings: Any, path: EntryPath, group: str, args: Mapping[str, Any]) -> Modifier:
+        self._plain(name, path[:-1])
         try:
             cls = find_modifier(str(name))
         except RecipeError as error:
@@ -155,18 +159,24 @@ class Builder:
         own = content.get("args")
         if own is not None and not isinstance(own, Mapping):
             raise self._error((*path, "args"), f"args holds {_show(own)}; give a mapping of names to values")
-        args = dict(outer)
+        args, later = dict(outer), dict.fromkeys(own or {}, _LATER)
         for name, value in (own or {}).items():
-            args[name] = self._given[name] if name in self._given else self._substitute(value, args, (*path, "args", name))
+            known = {**later, **args}
+            args[name] = self._given[name] if name in self._given else self._substitute(value, known, (*path, "args", name))
         self._used |= set(own or {}) & set(self._given)
         return args
 
     def _substitute(self, value: Any, args: Mapping[str, Any], path: EntryPath) -> Any:
         return substitute(value, args, self._used, self._document.where, path)
 
-    def _advise_key(self, key: Any, words: tuple[str, ...]) -> str:
+    def _plain(self, key: Any, path: EntryPath) -> Any:
+        if isinstance(key, str) and "${" in key:
+            raise self._error((*path, key), f"{key!r} stands for no argument here, only below a modifier; write the name out")
+        return key
+
+    def _words(self, key: Any, *others: str) -> list[str]:
         prefix = str(key).rpartition("_")[0] or "quant"
-        return suggest(str(key), [f"{prefix}_modifiers", f"{prefix}_stage", "modifiers", *words, *known_modifiers()])
+        return [f"{prefix}_modifiers", f"{prefix}_stage", "modifiers", *others, *known_modifiers()]
 
     def _error(self, path: EntryPath, message: str) -> RecipeError:
         return RecipeError(f"{self._document.where(path)}: {message}")
@@ -180,8 +190,9 @@ def _show(value: Any) -> str:
 # `${name}` in a recipe: replaced by the value of an argument, never evaluated.
 #
 # A string that is nothing but `${name}` becomes the value itself, with its type; inside a longer string, text and numbers are written out.
-# `$${` stands for a literal `${`. Keys of settings are such strings, too.
+# `$${` stands for a literal `${`. Keys of settings are such strings, too, those above them are not.
 
+_LATER = object()  # in the place of an argument's value until it is known
 _REFERENCE = re.compile(r"\$\$\{|\$\{([^${}]*)\}|\$\{")
 _NAME = re.compile(r"[A-Za-z_]\w*\Z")
 
@@ -275,6 +286,8 @@ def _replace(text: str, args: Mapping[str, Any], used: set[str], where: Callable
         if name not in args:
             advice = suggest(name, args) if args else f"add it: args: {{{name}: ...}}"
             raise RecipeError(f"{where(path)}: {text!r} refers to the argument {name!r}, which is not given; {advice}")
+        if args[name] is _LATER:
+            raise RecipeError(f"{where(path)}: {text!r} refers to the argument {name!r}, which does not stand above it; move it there")
         used.add(name)
         return args[name]
 

@@ -278,10 +278,10 @@ def _stage_data(stage: Stage) -> dict[str, Any]:
     head = {} if stage.run_type is None else {"run_type": stage.run_type}
     groups = [(group, list(members)) for group, members in groupby(stage.modifiers, key=lambda modifier: modifier.group)]
     names = {id(modifier): modifier_name(type(modifier)) for modifier in stage.modifiers}
-    nested = all(group and len({names[id(m)] for m in members}) == len(members) for group, members in groups)
+    nested = all(group and "${" not in group and len({names[id(m)] for m in members}) == len(members) for group, members in groups)
     if nested and len({group for group, _ in groups}) == len(groups):
         return {**head, **{f"{group}_modifiers": {names[id(m)]: _settings(m) for m in members} for group, members in groups}}
-    return {**head, "modifiers": [{names[id(m)]: {"group": m.group, **_settings(m)}} for m in stage.modifiers]}
+    return {**head, "modifiers": [{names[id(m)]: {"group": escape(m.group), **_settings(m)}} for m in stage.modifiers]}
 
 
 def _by_name(value: Any) -> str:

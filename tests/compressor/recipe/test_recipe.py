@@ -263,7 +263,20 @@ def test_the_callers_arguments_come_first_then_the_stages_then_the_recipes() -> 
             "recipe:3: '${siez}' refers to the argument 'siez', which is not given; did you mean 'size'?",
         ),
         ("ToyModifier: {block_size: '${size}'}", None, "recipe:1: '${size}' refers to the argument 'size', which is not given; add it"),
-        ("args: {a: '${b}', b: 1}\nToyModifier: {block_size: '${a}'}", None, "recipe:1: '${b}' refers to"),
+        (
+            "args: {a: '${b}', b: 1}\nToyModifier: {block_size: '${a}'}",
+            None,
+            "'${b}' refers to the argument 'b', which does not stand above",
+        ),
+        (
+            "args: {a: '${a}'}\nToyModifier: {block_size: '${a}'}",
+            None,
+            "recipe:1: '${a}' refers to the argument 'a', which does not",
+        ),
+        ("args: {m: ToyModifier}\n${m}: {}", None, "recipe:2: '${m}' stands for no argument here, only below a modifier"),
+        ("args: {m: ToyModifier}\nmodifiers:\n- ${m}", None, "recipe:3: '${m}' stands for no argument"),
+        ("args: {s: a}\n${s}_stage: {ToyModifier: {}}", None, "recipe:2: '${s}_stage' stands for no argument"),
+        ("args: {s: a}\na_stage:\n  ${s}_modifiers: {ToyModifier: {}}", None, "recipe:3: '${s}_modifiers' stands for no argument"),
         ("ToyModifier: {ignore: ['${}']}", None, "'${}' holds '${' without the name"),
         ("ToyModifier:\n  ignore:\n  - a\n  - ${1 + 1}\n", None, "recipe:4: '${1 + 1}' holds '${' without the name"),
         ("ToyModifier: {ignore: ['${x']}", None, "'${x' holds '${' without the name"),
@@ -371,10 +384,14 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "quant_stage:\n  ToyModifier: {}\narg: {a: 1}",
         "recipe:3: 'arg' stands beside stages; did you mean 'args'?",
     ),
+    "stage in a stage": (
+        "a_stage:\n  b_stage: {ToyModifier: {}}",
+        "recipe:2: 'b_stage' stands inside of a stage; write all",
+    ),
     "run type beside stages": ("quant_stage:\n  ToyModifier: {}\nrun_type: oneshot", "recipe:3: 'run_type' stands beside stages"),
     "modifier beside stages": (
         "quant_stage:\n  ToyModifier: {}\nToyModifier: {}",
-        "recipe:3: 'ToyModifier' stands beside stages; did you mean 'ToyModifier'?, or move it into a stage",
+        "recipe:3: 'ToyModifier' stands beside stages; move it into a stage",
     ),
     "key that is no text": ("1: {}", "recipe: 1 means nothing in a recipe"),
     "stage without content": ("a_stage:\nb_stage: {ToyModifier: {}}", "recipe:1: the stage a_stage holds an empty entry"),
@@ -604,7 +621,7 @@ MODIFIERS = st.builds(
     st.fixed_dictionaries(
         {},
         optional={
-            "group": NAMES,
+            "group": NAMES | st.just("${x}"),
             "start": st.floats(-5, 5),
             "update": st.floats(0, 5),
             "targets": st.lists(TEXTS, max_size=3),
