@@ -6,14 +6,14 @@ Shapes: C channels of the source, R rows, K columns of a reader.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from compressor.errors import TargetError, UserInputError
+from compressor.errors import NumericsError, TargetError, UserInputError
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 from compressor.settings.kinds import MODULE, TENSOR, Kind
@@ -129,7 +129,10 @@ def scale_channels(model: nn.Module, pair: ScalePair, factor_C: Tensor) -> None:
     Raises:
         TargetError: the pair is none of this model.
         UserInputError: the factors are of another shape, or not all positive and finite.
+        NumericsError: a weight would no longer be finite; none has been changed.
     """
+    if factor_C.is_complex() or factor_C.is_meta or factor_C.layout != torch.strided:
+        raise UserInputError("factor_C: it is complex, sparse or without values (on the meta device); give a dense tensor of real numbers")
     channels = _size_of(model, pair.source, 0)
     if factor_C.shape != (channels,):
         raise UserInputError(f"factor_C: {list(factor_C.shape)} was given, and {pair.source} has {channels} channels; give one for each")
@@ -138,19 +141,23 @@ def scale_channels(model: nn.Module, pair: ScalePair, factor_C: Tensor) -> None:
     misfit = next((name for name in pair.readers if _size_of(model, name, -1) != channels * pair.repeats), None)
     if misfit is not None or channels % (pair.head_dim or 1):
         raise TargetError(f"pair: {misfit or pair.source} does not fit it here; give the model that it was found in")
-    scale_source(model.get_submodule(pair.source), factor_C, pair.offset)
-    columns_K = pair.spread(factor_C)
-    for name in pair.readers:
-        scale_reader(model.get_submodule(name), columns_K)
+    columns_K, modules = pair.spread(factor_C), {name: model.get_submodule(name) for name in (pair.source, *pair.readers)}
+    changed = {pair.source: list(_scaled_source(modules[pair.source], factor_C, pair.offset))}
+    changed |= {name: [_scaled_reader(modules[name], columns_K)] for name in pair.readers}
+    lost = next((name for name, parts in changed.items() if not all(bool(value.isfinite().all()) for _, value in parts)), None)
+    if lost is not None:
+        raise NumericsError(f"{lost}: its weight would hold NaN or infinity with this factor_C; give factors nearer to 1")
+    for weight, value in [part for parts in changed.values() for part in parts]:
+        weight.copy_(value)
 
 
 def _size_of(model: nn.Module, name: str, dim: int) -> int:
     """A size of a weight that is a parameter."""
     module = dict(model.named_modules()).get(name)
-    if module is None or module._parameters.get("weight") is None:
+    weight = None if module is None else module._parameters.get("weight")
+    if module is None or weight is None or weight.is_meta:
         raise TargetError(f"pair: {name} has no weight in this {type(model).__name__}; give the model that it was found in, uncompressed")
-    weight = weight_of(module) if is_quantizable(module) else module.get_parameter("weight")
-    return weight.shape[dim]
+    return (weight_of(module) if is_quantizable(module) else weight).shape[dim]
 
 
 def scale_source(module: nn.Module, factor_C: Tensor, offset: float) -> None:
@@ -161,17 +168,8 @@ def scale_source(module: nn.Module, factor_C: Tensor, offset: float) -> None:
         factor_C: [C].
         offset: see ScalePair.
     """
-    weight = module.get_parameter("weight")
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    factor_C = factor_C.to(weight.device, wide)
-    if weight.dim() == 1:
-        weight.copy_((weight.to(wide) + offset) * factor_C - offset)
-    else:
-        rows_RK = weight_of(module)
-        rows_RK.copy_(rows_RK.to(wide) * factor_C[:, None])
-    bias = module._parameters.get("bias")
-    if bias is not None:
-        bias.copy_(bias.to(wide) * factor_C)
+    for weight, value in _scaled_source(module, factor_C, offset):
+        weight.copy_(value)
 
 
 def scale_reader(module: nn.Module, factor_K: Tensor) -> None:
@@ -181,6 +179,28 @@ def scale_reader(module: nn.Module, factor_K: Tensor) -> None:
         module: a linear layer, or one with a weight [R, K], such as a router.
         factor_K: [K].
     """
+    weight_RK, value_RK = _scaled_reader(module, factor_K)
+    weight_RK.copy_(value_RK)
+
+
+# What weights become, rounded once.
+
+
+def _scaled_source(module: nn.Module, factor_C: Tensor, offset: float) -> Iterator[tuple[Tensor, Tensor]]:
+    weight = module.get_parameter("weight")
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    factor_C = factor_C.to(weight.device, wide)
+    if weight.dim() == 1:
+        yield weight, ((weight.to(wide) + offset) * factor_C - offset).to(weight.dtype)
+    else:
+        rows_RK = weight_of(module)
+        yield rows_RK, (rows_RK.to(wide) * factor_C[:, None]).to(rows_RK.dtype)
+    bias = module._parameters.get("bias")
+    if bias is not None:
+        yield bias, (bias.to(wide) * factor_C).to(bias.dtype)
+
+
+def _scaled_reader(module: nn.Module, factor_K: Tensor) -> tuple[Tensor, Tensor]:
     weight_RK = weight_of(module) if is_quantizable(module) else module.get_parameter("weight")
     wide = torch.promote_types(weight_RK.dtype, torch.float32)
-    weight_RK.copy_(weight_RK.to(wide) / factor_K.to(weight_RK.device, wide))
+    return weight_RK, (weight_RK.to(wide) / factor_K.to(weight_RK.device, wide)).to(weight_RK.dtype)

@@ -26,6 +26,7 @@ from compressor.data.collate import Batch, batch_to, call_model
 from compressor.errors import NumericsError, TargetError, TracingError
 from compressor.mappings.alone import close, double, doubled_arguments, input_of, output_of, outputs_of
 from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, scale_reader, scale_source
+from compressor.model import resolve_device
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import owners_of_parameters
 from compressor.nn import weight_of
@@ -36,7 +37,8 @@ from compressor.settings.kinds import DEVICE, MODULE, NAMES, PROGRESS
 from compressor.settings.options import checked
 from compressor.spelling import suggest
 from compressor.tracing.footprint import Footprint
-from compressor.tracing.picking import as_batch, excerpt
+from compressor.tracing.picking import as_batch, check_model, excerpt
+from compressor.tracing.targets.call_order import plain_forward
 
 _LARGEST = {torch.float16: 1}  # exponents of factors, where the dtype has few of its own
 _EXPONENT = 3
@@ -61,7 +63,8 @@ def find_pairs(
         Proved pairs, and what was refused with the reason.
 
     Raises:
-        TracingError: the forward fails, or gives other bits when it is run again; or the batch is none.
+        TracingError: the forward fails, or gives other bits when it is run again; the batch is none; or the model cannot be followed.
+        ModelError: there is no such device.
         TargetError: the model has no such source.
         NumericsError: it gives NaN.
     """
@@ -69,7 +72,8 @@ def find_pairs(
     unknown = next((name for name in sources or () if name not in names), None)
     if unknown is not None:
         raise TargetError(f"sources: {unknown!r} is no module of {type(model).__name__}; {suggest(unknown, names)}")
-    prober = Prober(model, batch_to(excerpt(as_batch(batch), 0), device))
+    check_model(model)
+    prober = Prober(model, batch_to(excerpt(as_batch(batch), 0), resolve_device(device)))
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
         prober.run_plainly()
         kinds: dict[str, list[str]] = {}
@@ -159,7 +163,7 @@ class Prober:
 
     def run_plainly(self) -> None:
         """Note what every layer is handed, and what the model gives; see `find_pairs` for the errors."""
-        self.outputs = self.forward(self._noting())
+        self.outputs = self.forward(self._noting(), plain_forward)
         again = self.forward({})
         if any(bool(one.isnan().any()) for one in self.outputs):
             spoilt = [name for name, seen in self.inputs.items() if not all(bool(one.isfinite().all()) for one in seen)]
@@ -291,7 +295,11 @@ class Prober:
 
         return {name: (before(name), after(name)) for name in self.modules}
 
-    def forward(self, hooks: Mapping[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]]) -> list[Tensor]:
+    def forward(
+        self,
+        hooks: Mapping[str, tuple[Callable[..., Any] | None, Callable[..., Any] | None]],
+        run: Callable[[nn.Module, Batch], Any] = call_model,
+    ) -> list[Tensor]:
         """Run the model with hooks before and after modules, by name; return the tensors that it gives."""
         with ExitStack() as stack:
             for name, (before, after) in hooks.items():
@@ -299,7 +307,7 @@ class Prober:
                     stack.callback(self.modules[name].register_forward_pre_hook(before, with_kwargs=True).remove)
                 if after is not None:
                     stack.callback(self.modules[name].register_forward_hook(after).remove)
-            return [leaf.detach() for leaf in tree_leaves(_plain(call_model(self._model, self._batch))) if isinstance(leaf, Tensor)]
+            return [leaf.detach() for leaf in tree_leaves(_plain(run(self._model, self._batch))) if isinstance(leaf, Tensor)]
 
 
 class _Watch:

@@ -90,7 +90,7 @@ def check_model(model: nn.Module) -> None:
     if bare:
         more = f", and {len(bare) - 1} more are" if bare[1:] else ""
         raise TracingError(
-            f"{bare[0]}: is on the meta device, without values{more}, and a plan is made by running the model; load its weights, or use "
+            f"{bare[0]}: is on the meta device, without values{more}, and to be followed the model must run; load its weights, or use "
             "`compressor trace`, which makes some"
         )
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.model import resolve_device
 from compressor.settings.kinds import DEVICE, FLAG, FUNCTION, MODULE, TEXT, TEXTS, WHOLE, Kind
 from compressor.settings.options import checked
 from compressor.tracing.footprint import Footprint, Stirred
@@ -473,8 +474,10 @@ def trace(
     Raises:
         TracingError: a choice that does not exist, no batch, or a model that the engine cannot follow.
         TargetError: a pattern matches nothing, or a target lies inside another.
+        ModelError: there is no such device.
     """
     check_tracing_options(engine, verify, max_variants)
+    device = None if device is None else resolve_device(device)
     batches = as_batches(batches)
     if targets_per_stage != 1 and (engine == "suspend" or (targets_per_stage != "input" and targets_per_stage < 1)):
         where = f"targets_per_stage (--targets-per-subgraph): {targets_per_stage} is not possible with engine={engine!r}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from compressor.errors import CompressorError, TargetError, TracingError, UserInputError
+from compressor.errors import CompressorError, ModelError, NumericsError, TargetError, TracingError, UserInputError
 from compressor.mappings import find_pairs, scale_channels
 from compressor.tracing import infer_targets, leaf, partition, trace
 from tests import tiny
@@ -47,6 +48,10 @@ def _channels(model: nn.Module) -> int:
     return int(found.out_features)
 
 
+def _ones(model: nn.Module) -> torch.Tensor:
+    return torch.ones(_channels(model))
+
+
 def _factor(index: int, value: float) -> Door:
     def run(model: nn.Module) -> None:
         factor_C = torch.full((_channels(model),), 2.0)
@@ -68,6 +73,23 @@ RULES: dict[str, tuple[Door, type[CompressorError], str]] = {
     "zero": (_factor(1, 0.0), UserInputError, "not all of it is positive and finite"),
     "a sign": (_factor(0, -1.0), UserInputError, "not all of it is positive and finite"),
     "NaN": (_factor(2, torch.nan), UserInputError, "not all of it is positive and finite"),
+    "denormal, whose inverse is infinite": (_factor(3, 1e-44), NumericsError, "its weight would hold NaN or infinity with this factor_C"),
+    "complex": (lambda model: scale_channels(model, _pair(model), _ones(model) + 0j), UserInputError, "factor_C: it is complex"),
+    "sparse": (
+        lambda model: scale_channels(model, _pair(model), _ones(model).to_sparse()),
+        UserInputError,
+        "factor_C: it is complex",
+    ),
+    "no values": (lambda model: scale_channels(model, _pair(model), _ones(model).to("meta")), UserInputError, "or without values"),
+    "a model without values": (
+        lambda model: scale_channels(copy.deepcopy(model).to("meta"), _pair(model), _ones(model)),
+        TargetError,
+        f"pair: {UP} has no weight",
+    ),
+    "pairs of a model without values": (lambda model: find_pairs(copy.deepcopy(model).to("meta"), BATCH, CPU), TracingError, "meta device"),
+    "a device that is none": (lambda model: find_pairs(model, BATCH, "nope"), ModelError, "device: 'nope' cannot be used"),  # type: ignore[arg-type]
+    "a device without values": (lambda model: trace(model, [BATCH], device=torch.device("meta")), ModelError, "device: 'meta' cannot be"),
+    "ids that the model lacks": (lambda model: find_pairs(model, IDS + 10_000, CPU), TracingError, "token id 10011 is given"),  # type: ignore[arg-type]
     "infinity": (_factor(3, torch.inf), UserInputError, "not all of it is positive and finite"),
     "a pair of another model": (
         lambda model: scale_channels(nn.Sequential(nn.Linear(2, 2)), _pair(model), torch.ones(2)),
