@@ -33,7 +33,7 @@ from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained, return_freed_pages
 from compressor.pipelines.offload.activation_store import open_store
 from compressor.pipelines.offload.onload import WeightsByStretch, weights_by_stretch
-from compressor.pipelines.settings import SequentialSettings, check_base_stream, cut_at_inputs
+from compressor.pipelines.settings import SequentialSettings, around_watched, check_base_stream, cut_at_inputs
 from compressor.progress import Progress, Task
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
 from compressor.tracing.graph.nodes import one_line
@@ -201,7 +201,7 @@ def _trace(
 ) -> tuple[Plan, bool]:
     """Find out how batches flow: from module to module where layers run once, which is told, too, else from layer to layer."""
     state = session.state
-    layers = partition(state.model, settings.targets)
+    layers = around_watched(state.model, watched, partition(state.model, settings.targets))
 
     def plan(targets: Partition, engine: Engine, per_stage: int | Literal["input"]) -> Plan:
         return trace(
@@ -218,6 +218,9 @@ def _trace(
         )
 
     if settings.num_passes == 2:
+        return plan(layers, settings.engine, 1), False
+    if not watched:
+        state.report.notes.append("each layer ran twice, for nothing in it learns from what it is handed, where it could be cut")
         return plan(layers, settings.engine, 1), False
     try:
         found = plan(cut_at_inputs(state.model, watched, layers), "graph", "input")

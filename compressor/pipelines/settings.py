@@ -172,6 +172,24 @@ def cut_at_inputs(model: nn.Module, watched: Collection[str], layers: Partition)
     return Partition(targets, f"the inputs of what is compressed, in one pass ({layers.reason})", layers.inferred)
 
 
+def around_watched(model: nn.Module, watched: Collection[str], layers: Partition) -> Partition:
+    """Put modules that learn from their own call in the place of targets inside them: a stage that stops in there never makes that call.
+
+    Args:
+        model: of the run.
+        watched: dotted names of the modules that carry calibration hooks, such as attention whose keys and values are quantized.
+        layers: the sequential targets.
+
+    Returns:
+        The targets, the outermost of these modules in the place of its own.
+    """
+    chosen = {[outer for outer in outward(name) if outer == name or outer in watched][-1] for name in layers.targets}
+    if chosen == set(layers.targets):
+        return layers
+    targets = {name: module for name, module in model.named_modules() if name in chosen}
+    return Partition(targets, f"{layers.reason}, and what is calibrated around them", layers.inferred)
+
+
 def expert_targets(
     model: nn.Module, claimed: Collection[str], pipeline: str, named: Sequence[str] | None = None, limit: int | None = None
 ) -> Sequence[str] | None:

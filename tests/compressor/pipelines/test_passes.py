@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from compressor import GPTQModifier, load_compressed, oneshot
+from compressor import AWQModifier, GPTQModifier, QuantizationModifier, load_compressed, oneshot
 from compressor.cli.main import main
 from compressor.entrypoints.oneshot import OneshotResult
 from compressor.errors import CompressorError, TracingError
@@ -251,3 +251,22 @@ def test_modules_that_no_batch_calls_are_left_to_the_budget_of_the_recipe() -> N
         run("auto", 0)
     with pytest.raises(CompressorError, match=r"no batch calls these sequential targets.* passes='two' leaves them to"):
         run("one", 2)
+
+
+@pytest.mark.parametrize("passes", ["auto", "one", "two"])
+def test_where_nothing_learns_in_a_layer_all_passes_are_possible(passes: str) -> None:
+    recipe = [AWQModifier(n_grid=3), QuantizationModifier(config_groups=INT4, ignore=["lm_head"])]
+    result = oneshot(llama(), recipe=recipe, dataset=IDS, batch_size=4, pipeline="sequential", passes=passes)
+    assert len(codes(result.model)) == 14
+    assert any("nothing in it learns from what it is handed" in note for note in result.report.notes) == (passes != "two")
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_a_module_that_learns_from_its_own_call_is_the_target_in_the_place_of_those_inside(engine: str) -> None:
+    found = []
+    for targets in (["Linear"], ["LlamaAttention", "re:.*mlp.*_proj", "lm_head"]):
+        recipe = GPTQModifier(config_groups=INT4, ignore=["lm_head"], kv_cache_scheme={"num_bits": 8, "type": "float"})
+        model = oneshot(llama(), recipe=recipe, dataset=IDS, batch_size=4, sequential_targets=targets, engine=engine).model
+        found.append({name: value for name, value in model.state_dict().items() if name.endswith("_scale")})
+    assert "model.layers.1.self_attn.k_scale" in found[0]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
