@@ -187,6 +187,36 @@ def check_not_quantized(config: Mapping[str, Any], where: str) -> None:
             raise ModelError(f"{where}: the model is quantized already ({method}); compress the model that it was made from")
 
 
+def check_no_adapter(folder: Path) -> None:
+    """Refuse an adapter beside the weights: transformers computes with it, and a result made of the weights alone would not.
+
+    Args:
+        folder: folder of a model in the layout of transformers.
+
+    Raises:
+        ModelError: there is one.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(
+            f"{folder}: adapter_config.json says that an adapter lies beside the weights, which transformers loads with them; merge it "
+            "(merge_and_unload of peft) and save the model, or take the adapter's files out of the folder"
+        )
+
+
+def check_index(folder: Path) -> None:
+    """Refuse an index that transformers cannot read.
+
+    Args:
+        folder: folder of a model in the layout of transformers, of which `weight_files` has been read.
+
+    Raises:
+        ModelError: it has shards, and their index has no metadata.
+    """
+    index = folder / _INDEX_FILE
+    if not (folder / _SINGLE_FILE).exists() and not isinstance(read_json(index).get("metadata"), dict):
+        raise ModelError(f'{index}: has no metadata, without which transformers does not read it; add "metadata": {{}}')
+
+
 def check_weight_files(folder: Path) -> None:
     """Open the header of every weight file: finds what is missing, cut off or no safetensors at all, without reading the weights.
 

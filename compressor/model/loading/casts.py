@@ -79,6 +79,26 @@ def names_in_model(model: Any, rules: list[Any], names: Collection[str]) -> Iter
         yield name, key, pattern
 
 
+def check_places(model: Any, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse two tensors for one place, of which each loader would take another.
+
+    Args:
+        model: as it was loaded; its values are not looked at.
+        folder: of the files.
+        tensors: of the files, without those that have scales.
+
+    Raises:
+        ModelError: two tensors that differ have one name in the model.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    state, found = model.state_dict(), dict[str, str]()
+    for name, key, pattern in names_in_model(model, get_model_conversion_mapping(model), tensors):
+        first = found.setdefault(key, name) if pattern is None and key in state else name
+        if first != name and not are_equal(folder, tensors[first], tensors[name], state[key].dtype):
+            raise ModelError(f"{folder}: {first} and {name} differ, and both are {key} in the model; keep the one that is meant")
+
+
 def check_casts(model: Any, folder: Path, tensors: Mapping[str, StoredTensor], *, is_asked: bool) -> tuple[str, ...]:
     """Refuse what means something else in the dtype of the model, and say what is rounded there. Reads only tensors that may be.
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.folder import check_not_quantized, one_line, read_config, resolve_folder, some
+from compressor.model.folder import check_no_adapter, check_not_quantized, one_line, read_config, resolve_folder, some
 from compressor.model.headers import StoredTensor
-from compressor.model.loading.casts import are_equal, check_casts, names_in_model, read_headers, tie_notes
+from compressor.model.loading.casts import are_equal, check_casts, check_places, names_in_model, read_headers, tie_notes
 from compressor.model.loading.load import (
     LOAD_ERRORS,
     LoadedModel,
@@ -86,6 +86,7 @@ def load_empty(
     block = _fp8_block(folder, config)
     if block is None:
         check_not_quantized(config, str(folder))
+    check_no_adapter(folder)
     read_generation_config(folder)
     tensors, scales = _split_scales(folder, read_headers(folder), block)
     wanted = resolve_dtype(dtype)
@@ -96,6 +97,7 @@ def load_empty(
             check_class(folder, model, config)
         tokenizer = load_tokenizer(folder, trust_remote_code)
         unscaled = {name: stored for name, stored in tensors.items() if name not in scales}
+        check_places(model, folder, unscaled)
         notes = (*check_casts(model, folder, unscaled, is_asked=wanted != "auto"), *tie_notes(model))
     unexpected = tuple(sorted(info["unexpected_keys"]))
     return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, notes, found.origin), tensors, scales, block, sources, made)

@@ -21,6 +21,8 @@ from torch import nn
 from compressor.errors import ModelError
 from compressor.model.folder import (
     check_address_space,
+    check_index,
+    check_no_adapter,
     check_no_revision,
     check_not_quantized,
     check_weight_files,
@@ -31,7 +33,7 @@ from compressor.model.folder import (
     some,
 )
 from compressor.model.hub import Origin
-from compressor.model.loading.casts import check_casts, read_headers, tie_notes
+from compressor.model.loading.casts import check_casts, check_places, read_headers, tie_notes
 from compressor.model.targets import ends_of, text_config
 from compressor.nn.layer import QuantizedLayer
 from compressor.spelling import nearest
@@ -121,7 +123,9 @@ def load_model(
     config = read_config(folder if config_folder is None else Path(config_folder))
     check_not_quantized(config, str(folder))
     check_address_space(folder)
+    check_no_adapter(folder)
     check_weight_files(folder)
+    check_index(folder)
     read_generation_config(folder)
     loader = resolve_class(model_class)
     with quiet_transformers():
@@ -130,7 +134,8 @@ def load_model(
         if model_class is None:
             check_class(folder, model, config)
         tokenizer = load_tokenizer(folder, trust_remote_code)
-        notes = (*check_casts(model, folder, read_headers(folder), is_asked=torch_dtype != "auto"), *tie_notes(model))
+        check_places(model, folder, headers := read_headers(folder))
+        notes = (*check_casts(model, folder, headers, is_asked=torch_dtype != "auto"), *tie_notes(model))
     unexpected = tuple(sorted(info["unexpected_keys"]))
     return LoadedModel(model.to(torch_device), tokenizer, folder, False, unexpected, notes, found.origin)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from compressor.errors import ModelError
 from compressor.model.experts.unfuse import layout_of
-from compressor.model.folder import check_no_revision, check_not_quantized, one_line, read_config, resolve_folder
+from compressor.model.folder import check_no_adapter, check_no_revision, check_not_quantized, one_line, read_config, resolve_folder
 from compressor.model.loading.load import (
     LOAD_ERRORS,
     check_in_memory,
@@ -57,6 +57,7 @@ def load_skeleton(
         return source
     folder = resolve_folder(source, revision, weights=False, code=trust_remote_code).path
     check_not_quantized(read_config(folder), str(folder))
+    check_no_adapter(folder)
     read_generation_config(folder)
     loader = resolve_class(model_class)
     from transformers import AutoConfig

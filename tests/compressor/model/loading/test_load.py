@@ -158,6 +158,12 @@ _DAMAGE = {
         lambda d: ((d / WEIGHTS).unlink(), (d / "model.safetensors.index.json").write_text("{}")),
         "has no weight_map",
     ),
+    "index without metadata": (lambda d: _into_shards(d, "model-00002.safetensors"), 'has no metadata, .*; add "metadata": {}'),
+    "an adapter beside the weights": (lambda d: (d / "adapter_config.json").write_text("{}"), "adapter_config.json says .*; merge it"),
+    "two tensors for one place": (
+        lambda d: _edit_weights(d, add={"norm.weight": torch.zeros(128)}),
+        "model.norm.weight and norm.weight differ, and both are model.norm.weight in the model; keep the one that is meant",
+    ),
     "index names a file elsewhere": (lambda d: _into_shards(d, "../source/model-00002.safetensors"), "is no name of a file in its folder"),
     "index names a file below": (lambda d: _into_shards(d, "part/model-00002.safetensors"), "is no name of a file in its folder"),
     "weights that link to nothing": (lambda d: _dangle(d / WEIGHTS), r"model.safetensors link to what is not there .*; fetch"),
@@ -185,6 +191,20 @@ def test_a_damaged_folder_is_refused_in_one_line(damage, source_dir, capfd):
     message = str(caught.value)
     assert "\n" not in message and "; " in message and message.startswith(str(source_dir))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("load", [load_empty, load_skeleton])
+def test_what_a_conversion_or_a_plan_would_leave_out_is_refused(load, source_dir):
+    (source_dir / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"adapter_config.json says"):
+        load(source_dir)
+    (source_dir / "adapter_config.json").unlink()
+    _edit_weights(source_dir, add={"norm.weight": torch.ones(128) * 3})
+    if load is load_empty:  # a plan reads no weights
+        with pytest.raises(ModelError, match=r"model.norm.weight and norm.weight differ"):
+            load(source_dir)
+    _edit_weights(source_dir, add={"norm.weight": load_file(source_dir / WEIGHTS)["model.norm.weight"].clone()})
+    load(source_dir)
 
 
 @pytest.mark.parametrize(
