@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import torch
 import yaml
@@ -14,6 +14,7 @@ from pydantic_core import PydanticSerializationError
 
 from compressor.errors import RecipeError, SchemeError
 from compressor.lifecycle import Flags, Modifier
+from compressor.modifiers.gptq import Mode
 from compressor.modifiers.pruning.magnitude import ConstantPruningModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.modifiers.registry import modifier_name
@@ -119,7 +120,7 @@ def load_recipe(
         The recipe.
 
     Raises:
-        RecipeError: the recipe cannot be read, means nothing somewhere, or holds no modifier.
+        RecipeError: the recipe cannot be read, means nothing somewhere, or holds no modifier; or there is no such mode.
 
     Example:
         >>> recipe = load_recipe("quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: W4A16, ignore: [lm_head]}}}")
@@ -169,6 +170,8 @@ def _in_mode(recipe: Recipe, mode: str | None, holds_objects: bool) -> Recipe:
     """Set the mode that was asked for; modifiers that a caller holds are left to him."""
     if mode is None:
         return recipe
+    if mode not in get_args(Mode):
+        raise RecipeError(f"mode: {mode!r} does not exist; {suggest(mode, get_args(Mode))}")
     with_modes = [modifier for modifier in recipe.modifiers if "mode" in type(modifier).model_fields]
     if holds_objects or not with_modes:
         why = "modifier objects; set their field" if holds_objects else "a recipe whose modifiers have none; leave it out"

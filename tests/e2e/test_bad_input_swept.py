@@ -322,7 +322,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "text_column": (5, None, ""),
     "shuffle_calibration_samples": ("x", None, 1),
     "pipeline": (5, []),
-    "sequential_targets": (5, "Linear", [], [5], [""]),
+    "sequential_targets": (5, "Linear", [], [5], [""], torch.ones(2)),
     "propagate_error": ("x", None),
     "max_variants": (1.5, None),
     "leaves": (5, "x", None, [5]),

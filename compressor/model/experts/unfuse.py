@@ -289,8 +289,8 @@ def check_no_unknown_experts(model: nn.Module, targets: list[str], ignore: list[
     }
     if not fused.keys().isdisjoint(left):
         raise ModelError(
-            f"{next(iter(left))}: {len(left)} modules still hold the weights of many experts in one tensor, so no target reaches them; "
-            "take them apart first with compressor.model.experts.unfuse.unfused_experts, as oneshot does, or ignore them"
+            f"{next(iter(left))}: {len(left)} modules still hold the weights of many experts in one tensor, so no target reaches them, and "
+            "only oneshot and a conversion take them apart; ignore them here"
         )
     if left:
         kinds = sorted(set(left.values()))

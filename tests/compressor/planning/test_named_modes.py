@@ -60,6 +60,9 @@ def test_an_option_that_would_do_nothing_is_refused() -> None:
         load_recipe({"QuantizationModifier": {"scheme": "W4A16", "ignore": ["lm_head"]}}, mode="best")
     with pytest.raises(RecipeError, match="mode: 'fast' was given with modifier objects; set their field"):
         load_recipe(GPTQModifier(scheme="W4A16"), mode="fast")
+    for mode in ("Fast", "best ", ""):
+        with pytest.raises(RecipeError, match=f"^mode: '{mode}' does not exist; "):
+            load_recipe(recipe(), mode=mode)
 
 
 def test_each_mode_runs_and_says_what_it_did() -> None:
