@@ -31,7 +31,15 @@ from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmu
 from compressor.training_run.attention import causal_attention
 from compressor.training_run.loop import Loop, settle_masks
 from compressor.training_run.place import Place
-from compressor.training_run.result import cast_parameters, check_saveable, save_trained, saved_dtype, sparsities, training_record
+from compressor.training_run.result import (
+    cast_parameters,
+    check_saveable,
+    save_trained,
+    saved_dtype,
+    saving_notes,
+    sparsities,
+    training_record,
+)
 from compressor.training_run.settings import AUTOCAST, check_recipe, training_fingerprint
 from compressor.training_run.states import States
 
@@ -167,6 +175,7 @@ class TrainingRun:
     def train(self) -> TrainResult:
         """Make the steps, end the session, save."""
         notes = [*self.loaded.notes, *check_recipe(self.modifiers, self.length, self.settings.unit)]
+        notes += saving_notes(self.loaded, self.settings.save_dtype)
         run = training_fingerprint(
             self.identity, self.recipe, self.data, self.eval_data, self.seed, self.settings, self.num_steps, self.device
         )

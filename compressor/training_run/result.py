@@ -15,7 +15,7 @@ from torch import nn
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier, Report
 from compressor.model.checkpoints.save import save_checkpoint
-from compressor.model.class_readers import check_readable, reading_notes
+from compressor.model.class_readers import check_readable, dtype_notes, reading_notes
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel, check_float16
 from compressor.modifiers.schemes.base import SchemeModifier
@@ -127,16 +127,41 @@ def saved_dtype(loaded: LoadedModel, asked: str) -> torch.dtype | None:
         return _DTYPES[asked]
     if asked != "auto":
         raise UserInputError(f"save_dtype: {asked!r} is not a dtype to save in; use auto, {', '.join(_DTYPES)}")
-    if loaded.source_dir is None:
-        return None
+    sizes = Counter[torch.dtype]() if loaded.source_dir is None else _stored_values(loaded.source_dir)
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def saving_notes(loaded: LoadedModel, asked: str) -> list[str]:
+    """Say that weights of several dtypes will be of one in the checkpoint, or where it is loaded.
+
+    Args:
+        loaded: the model.
+        asked: see `saved_dtype`.
+
+    Returns:
+        A sentence, or none: also where the user has named the dtype.
+    """
+    dtype = saved_dtype(loaded, asked)
+    if dtype is None:
+        return dtype_notes(loaded.model)
+    if asked != "auto" or loaded.source_dir is None or all(one.itemsize <= dtype.itemsize for one in loaded.model.parameters()):
+        return []
+    wider = sorted(str(one).removeprefix("torch.") for one in _stored_values(loaded.source_dir) if one.itemsize > dtype.itemsize)
+    kept = str(dtype).removeprefix("torch.")
+    why = f"save_dtype: some weights of the base are {', '.join(wider)}, and the checkpoint holds all in {kept}, as most of them are"
+    return [f"{why}; save_dtype={wider[0]} rounds none"] if wider else []
+
+
+def _stored_values(folder: Path) -> Counter[torch.dtype]:
+    """How many values the files hold of each dtype of floats."""
     sizes: Counter[torch.dtype] = Counter()
-    for name in weight_files(loaded.source_dir):
-        with safe_open(loaded.source_dir / name, framework="pt") as file:
+    for name in weight_files(folder):
+        with safe_open(folder / name, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 (no mapping)
                 part = file.get_slice(key)
                 if part.get_dtype() in _STORED:
                     sizes[_STORED[part.get_dtype()]] += torch.Size(part.get_shape()).numel()
-    return sizes.most_common(1)[0][0] if sizes else None
+    return sizes
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:

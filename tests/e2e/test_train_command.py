@@ -344,6 +344,20 @@ def test_weights_that_float16_has_no_room_for_are_refused(run: Runner, tmp_path:
         train(model, dataset=run.tokens, save_dtype="float16", **small())
 
 
+@pytest.mark.parametrize(("choices", "said"), [({}, 1), ({"save_dtype": "float32"}, 0)])
+def test_weights_of_several_dtypes_that_become_one_are_told(run: Runner, tmp_path: Path, choices: dict[str, str], said: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    in_files, in_memory = (AutoModelForCausalLM.from_pretrained(run.model, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    in_files.model.norm.float()
+    in_files.save_pretrained(tmp_path / "mixed")
+    in_memory.model.norm.bfloat16()
+    for source in (in_memory, tmp_path / "mixed"):
+        notes = train(source, dataset=run.tokens, **choices, **small()).report.notes
+        told = [note for note in notes if "cast the model to one dtype first" in note or note.startswith("save_dtype: some weights")]
+        assert len(told) == said, notes
+
+
 def test_an_existing_output_is_not_overwritten(run: Runner) -> None:
     run()
     assert main(["train", str(run.model), "--dataset", str(run.tokens), "--output-dir", str(run.out), "--quiet", *fast(())]) == 1
