@@ -415,12 +415,9 @@ class Plan:
             planner = self._graph.planner
             lines.append(f"planning: {planner.num_forwards} forwards, {self._graph.num_verified} batches verified against the plain model")
             lines += [f"variant {one.index}: {one.num_batches} batches, {len(one.program.guard_nodes)} guards" for one in planner.variants]
-        if self._changed:
-            lines.append(f"planned anew: {self._changed}")
-        if self.widened:
-            lines.append(f"proof: all batches, for {self.widened}")
-        if self.rewritten:
-            lines.append(f"rewritten: {', '.join(self.rewritten)} by the model's own forward; put back when a run ends")
+        lines += [f"planned anew: {self._changed}"] if self._changed else []
+        lines += [f"proof: all batches, for {self.widened}"] if self.widened else []
+        lines += [f"rewritten: {', '.join(self.rewritten)} by the model's own forward; put back when a run ends"] if self.rewritten else []
         if self.kept:
             lines.append(f"state: {', '.join(self.kept)} would pass from batch to batch; every batch starts with the state of the model")
         lines += [f"leaf {leaf.name}: {leaf.reason}" for leaf in self.leaves]
