@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -261,6 +262,8 @@ class ConvertSettings(LoadSettings):
     def _check_together(self) -> ConvertSettings:
         if self.workers < 1:
             raise UserInputError(f"workers: {self.workers} was given, and it must be at least 1; correct it")
+        if self.workers > (most := max(16, 4 * (os.cpu_count() or 1))):
+            raise UserInputError(f"workers: {self.workers} processes were asked for, more than help on this machine; give at most {most}")
         if (self.scheme is None) == (self.recipe is None):
             given = "neither scheme nor recipe was" if self.scheme is None else "both scheme and recipe were"
             raise UserInputError(f"scheme: {given} given; give one of them")

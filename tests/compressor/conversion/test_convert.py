@@ -388,6 +388,7 @@ def test_patterns_may_have_the_names_of_files(base: Folders, tmp_path: Path) -> 
         ),
         ({"scheme": preset_scheme("W8A16", ["Linear"]), "targets": ["re:.*up_proj"]}, RecipeError, "beside schemes that name their own"),
         ({"scheme": "W4A16", "workers": 0}, UserInputError, "at least 1"),
+        ({"scheme": "W4A16", "workers": 10**30}, UserInputError, "more than help on this machine; give at most"),
         ({"recipe": {"GPTQModifier": {"scheme": "W4A16"}}}, RecipeError, "needs more than the weights by themselves"),
         ({"recipe": {"QuantizationModifier": {"scheme": "W4A16"}}, "ignore": "lm_head"}, UserInputError, "beside a recipe"),
     ],
