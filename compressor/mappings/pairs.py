@@ -141,7 +141,8 @@ def scale_channels(model: nn.Module, pair: ScalePair, factor_C: Tensor) -> None:
     misfit = next((name for name in pair.readers if _size_of(model, name, -1) != channels * pair.repeats), None)
     if misfit is not None or channels % (pair.head_dim or 1):
         raise TargetError(f"pair: {misfit or pair.source} does not fit it here; give the model that it was found in")
-    columns_K, modules = pair.spread(factor_C), {name: model.get_submodule(name) for name in (pair.source, *pair.readers)}
+    columns_K = pair.spread(factor_C)
+    modules = {name: model.get_submodule(name) for name in (pair.source, *pair.readers)}
     changed = {pair.source: list(_scaled_source(modules[pair.source], factor_C, pair.offset))}
     changed |= {name: [_scaled_reader(modules[name], columns_K)] for name in pair.readers}
     lost = next((name for name, parts in changed.items() if not all(bool(value.isfinite().all()) for _, value in parts)), None)
