@@ -12,6 +12,7 @@ from torch import nn
 from compressor.errors import TargetError, TracingError
 from compressor.lifecycle import Modifier
 from compressor.model.targets import outward
+from compressor.nn.attention.kv_cache import attention_modules
 from compressor.nn.experts import Expert, UnfusedExperts
 from compressor.pipelines.offload.activation_store import check_offload_dir
 from compressor.settings.kinds import parse_bytes
@@ -173,17 +174,18 @@ def cut_at_inputs(model: nn.Module, watched: Collection[str], layers: Partition)
 
 
 def around_watched(model: nn.Module, watched: Collection[str], layers: Partition) -> Partition:
-    """Put modules that learn from their own call in the place of targets inside them: a stage that stops in there never makes that call.
+    """Put attention that learns from its own call in the place of targets inside it: a stage that stops in there never makes that call.
 
     Args:
         model: of the run.
-        watched: dotted names of the modules that carry calibration hooks, such as attention whose keys and values are quantized.
+        watched: dotted names of the modules that carry calibration hooks, attention among them whose keys and values are quantized.
         layers: the sequential targets.
 
     Returns:
-        The targets, the outermost of these modules in the place of its own.
+        The targets, such attention in the place of its own.
     """
-    chosen = {[outer for outer in outward(name) if outer == name or outer in watched][-1] for name in layers.targets}
+    attention = attention_modules(model).keys() & watched
+    chosen = {[outer for outer in outward(name) if outer == name or outer in attention][-1] for name in layers.targets}
     if chosen == set(layers.targets):
         return layers
     targets = {name: module for name, module in model.named_modules() if name in chosen}

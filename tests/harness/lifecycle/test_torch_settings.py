@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,8 @@ def other(name: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [name for name in TORCH_SETTINGS if OTHERS.get(name, "") is not None])
-def test_a_setting_is_put_back(name: str) -> None:
+def test_a_setting_is_put_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo.eval_frame", raising=False)  # another test may have compiled
     read, write = TORCH_SETTINGS[name]
     before = read()
     with settings_kept():
