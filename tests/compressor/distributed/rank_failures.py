@@ -95,7 +95,6 @@ def run_ranks(size: int, folder: Path, argv: Sequence[str], fails: tuple[str, st
     Returns:
         How they have ended, or were killed after 40 seconds.
     """
-    CONTEXT.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     folder.mkdir()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # outlives all ranks, as that of torchrun
     ranks: list[Any] = [CONTEXT.Process(target=_rank, args=(rank, size, store.port, folder, argv, fails)) for rank in range(size)]

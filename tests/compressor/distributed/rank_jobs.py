@@ -26,12 +26,12 @@ from compressor.numerics import QParams
 from compressor.numerics.part_sums import NUM_PARTS, PartSum
 from compressor.pipelines.journal import SharedJournal
 
-CONTEXT = multiprocessing.get_context("forkserver")  # imports once, and forks from there
+CONTEXT = multiprocessing.get_context("forkserver")  # imports once, and forks from there, whoever starts the first process
+CONTEXT.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
 
 
 def run(work: Callable[..., Any], size: int, folder: Path, *given: Any) -> tuple[list[int | None], list[Any], float]:
     """Run `work(ranks, *given)` on so many ranks; return exit codes, results and seconds by the clock of the slowest rank's work."""
-    CONTEXT.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     folder.mkdir()
     processes: list[Any] = [CONTEXT.Process(target=_rank, args=(work, rank, size, folder, *given)) for rank in range(size)]
     for process in processes:
