@@ -53,7 +53,7 @@ class BenchPlan:
     rounds: int = 5
     num_threads: int = os.cpu_count() or 1
     device: str = "cpu"
-    mode: str = "default"
+    mode: str | None = None
 
     def check(self) -> None:
         """Refuse what cannot work before the first run.
@@ -111,7 +111,7 @@ def run_benchmark(plan: BenchPlan, work_dir: Path, console: Console) -> dict[str
     models = {"base": plan.model, **{library: work_dir / library for library in LIBRARIES}}
     losses = {name: _score(plan, name, model, work_dir) for name, model in models.items()}
     return {
-        "plan": {key: value if isinstance(value, int | str) else Path(value).name for key, value in asdict(plan).items()},
+        "plan": {key: value.name if isinstance(value, Path) else value for key, value in asdict(plan).items()},
         "versions": {library: runs[library][0]["versions"] for library in LIBRARIES},
         "quantities": [quantity.to_dict() for quantity in quantities(runs)],
         "runs": runs,
@@ -154,7 +154,8 @@ def render(result: dict[str, Any]) -> list[Table]:
     """
     plan = result["plan"]
     what = f"{plan['model']}, {plan['recipe']}, {plan['num_samples']} x {plan['seq_len']} tokens"
-    title = f"{what}, mode {plan['mode']}, {plan['rounds']} rounds, {plan['num_threads']} threads, {plan['device']}"
+    mode = plan["mode"] or "of the recipe"
+    title = f"{what}, mode {mode}, {plan['rounds']} rounds, {plan['num_threads']} threads, {plan['device']}"
     cost = Table("quantity", "ours", "peer", "peer / ours", title=title, title_justify="left")
     for row in result["quantities"]:
         cells = [f"{row['median'][who]:.2f} {row['unit']} ({min(row[who]):.2f} to {max(row[who]):.2f})" for who in LIBRARIES]
@@ -211,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=BenchPlan.rounds)
     parser.add_argument("--num-threads", type=int, default=BenchPlan.num_threads)
     parser.add_argument("--device", choices=("cpu", "cuda"), default=BenchPlan.device)
-    parser.add_argument("--mode", choices=("fast", "default", "best"), default=BenchPlan.mode, help="of ours")
+    parser.add_argument("--mode", choices=("fast", "default", "best"), help="of ours; the recipe's own where it is left out")
     return parser
 
 
