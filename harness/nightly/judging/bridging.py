@@ -29,12 +29,14 @@ class BridgedSeries:
     Attributes:
         nights: in order.
         levels_N: a level each, as the last environment would have given it.
+        errors_N: standard error of each by its own repetitions.
         bridge: between both; None where there is one environment.
         told: in words, for a summary.
     """
 
     nights: tuple[Measurement, ...]
     levels_N: NDArray[np.float64]
+    errors_N: NDArray[np.float64]
     bridge: Bridge | None = None
     told: str = ""
 
@@ -83,6 +85,19 @@ def hodges_lehmann(values_MR: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.concatenate([np.median((part[:, first] + part[:, second]) / 2, axis=1) for part in parts])
 
 
+def standard_errors(values_MR: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return how sure each night is of its level, by its own repetitions.
+
+    Args:
+        values_MR: the nights [nights, repetitions].
+
+    Returns:
+        Standard errors of their means [nights]; 0 of one repetition, which says nothing.
+    """
+    count = values_MR.shape[1]
+    return values_MR.std(axis=1, ddof=1) / math.sqrt(count) if count > 1 else np.zeros(len(values_MR))
+
+
 def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
     """Return the series of an environment.
 
@@ -102,25 +117,27 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
         after = [one for one in own if one.revision not in common]  # runs of the same commit again are what the bridge is made of
         if common and after and in_time(before[-1].night) <= in_time(after[0].night):
             return _joined(before, own, after, common)
-    return BridgedSeries(tuple(own), _levels(own))
+    return BridgedSeries(tuple(own), *_levels(own))
 
 
 def _joined(before: list[Measurement], own: list[Measurement], after: list[Measurement], common: set[str]) -> BridgedSeries:
-    here, there = (_levels([one for one in side if one.revision in common]) for side in (own, before))
-    levels_N = np.concatenate([_levels(before) + (here.mean() - there.mean()), _levels(after)])
+    here, there = (_levels([one for one in side if one.revision in common])[0] for side in (own, before))
+    (levels_B, errors_B), (levels_A, errors_A) = _levels(before), _levels(after)
+    levels_N = np.concatenate([levels_B + (here.mean() - there.mean()), levels_A])
     bridge = Bridge(len(before), math.sqrt(1 / len(here) + 1 / len(there)))
     told = f" ({len(before)} of environment {before[-1].environment}, bridged by commit {min(common)[:12]})"
-    return BridgedSeries((*before, *after), levels_N, bridge, told)
+    return BridgedSeries((*before, *after), levels_N, np.concatenate([errors_B, errors_A]), bridge, told)
 
 
-def _levels(nights: Sequence[Measurement]) -> NDArray[np.float64]:
-    """The level of each night; those with as many repetitions at once."""
+def _levels(nights: Sequence[Measurement]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The level and the error of each night; those with as many repetitions at once."""
     counts_M = np.array([len(one.values) for one in nights])
-    levels_M = np.empty(len(nights))
+    levels_M, errors_M = np.empty(len(nights)), np.empty(len(nights))
     for count in set(counts_M.tolist()):
         alike = np.flatnonzero(counts_M == count)
-        levels_M[alike] = hodges_lehmann(np.log([nights[place].values for place in alike.tolist()]))
-    return levels_M if nights[-1].better == "lower" else -levels_M
+        logs_MR = np.log([nights[place].values for place in alike.tolist()])
+        levels_M[alike], errors_M[alike] = hodges_lehmann(logs_MR), standard_errors(logs_MR)
+    return (levels_M if nights[-1].better == "lower" else -levels_M), errors_M
 
 
 def _is_commit(revision: str) -> bool:

@@ -86,7 +86,7 @@ class _Standing:
             self._stand_at(now, f"since {change.night}, which was accepted", place)
         elif change.effect > 0 and (self.open or now - self.reference >= LEAST_EFFECT):
             self.open.append(change)
-        elif now - self.reference < LEAST_EFFECT:  # back where it was, or better
+        elif change.effect < 0 and now - self.reference < LEAST_EFFECT:  # back where it was, or better
             self._stand_at(min(now, self.reference), f"since {change.night}, when it became better by {-change.effect:.1%}", place)
 
     def _stand_at(self, now: float, since: str, start: int) -> None:
@@ -95,7 +95,7 @@ class _Standing:
 
 def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date) -> Judgement:
     nights, levels_N = series.nights, series.levels_N
-    shifts = find_shifts(levels_N, bridge=series.bridge)
+    shifts = find_shifts(levels_N, series.errors_N, bridge=series.bridge)
     bounds = [0, *(shift.start for shift in shifts.found), len(nights)]
     means = [float(np.median(levels_N[first:last])) for first, last in pairwise(bounds)]
     standing = _Standing(means[0])

@@ -4,8 +4,10 @@ Nights are taken one after another, as they came: what is behind a shift is anot
 level changed is found by least squares (`ruptures`). Whether it did is a t test whose variance knows three things about nightly
 measurements: outliers (a Winsorized standard deviation), neighbours that resemble each other (an autoregressive correction of the effective
 number of nights, with the estimate's own uncertainty on top), and that a single odd night is no shift (the nights behind it must agree).
-A drift is a line through all nights of a level, with the same variance around it. The level at which both decide is far below 5 %, because
-they are asked every night for every metric; `simulation` measures what comes of it.
+Nights that are noisier than those before, by themselves or by their repetitions, count by their own noise. A drift is a line through all
+nights of a level, with the same variance around it. The level at which both decide is far below 5 %, because they are asked every night for
+every metric; `simulation` measures what comes of it. Where neither shows and still neighbours resemble each other far more than noise does,
+several changes have come before the noise was known: then it is that around several levels, or around a level that ends in a line.
 
 N nights, M nights before a step, K nights from it on, E nights that know the noise.
 """
@@ -13,8 +15,8 @@ N nights, M nights before a step, K nights from it on, E nights that know the no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from statistics import NormalDist
 
@@ -32,8 +34,12 @@ LEAST_GAIN = 0.015
 LEAST_NOISE, LEAST_AFTER = 30, 2
 """Nights that must know the noise, and nights on each side of a step."""
 _KNOWN_AFTER = 10  # nights from a step on that know the noise, too: of fewer the spread is not to be trusted
+_RECENT = 6  # nights before a step, and all behind it, may be noisier than the others
+_NOISIER, _OTHER_NOISE = 2.0, 3.0  # by how much, so that they count by their own noise, and so that they alone know it
 _LEAST_DRIFT = 10
 _DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
+_MANY, _LEAST_LEVEL = (2, 3, 4), 5  # changes that are looked for at once where one explains nothing, and nights of each level then
+_STRUCTURE = 4.0  # by which each of them must lower the squares; noise whose neighbours have a correlation of 0.6 looks like 2.5
 _MAX_CORRELATION = 0.9
 _NOTHING: NDArray[np.float64] = np.empty(0)
 _NORMAL = NormalDist()
@@ -50,7 +56,7 @@ class Shift:
         effect: difference of logarithms; above 0 is worse.
         error: its standard error.
         degrees: effective degrees of freedom.
-        is_drift: whether it came night by night.
+        bend: place of the last night before a drift, which came night by night; None for a step.
     """
 
     place: int
@@ -59,7 +65,7 @@ class Shift:
     effect: float
     error: float
     degrees: float
-    is_drift: bool = False
+    bend: int | None = None
 
     @property
     def p_value(self) -> float:
@@ -74,8 +80,13 @@ class Shift:
     @property
     def shows(self) -> bool:
         """Whether it is large and sure enough to be one."""
-        least = LEAST_EFFECT if self.effect > 0 and not self.is_drift else LEAST_GAIN
+        least = LEAST_EFFECT if self.effect > 0 and self.bend is None else LEAST_GAIN
         return abs(self.effect) >= least and self.p_value < LEVEL
+
+    def behind(self, start: int) -> Shift:
+        """Return it in a series that has `start` nights more before it."""
+        bend = None if self.bend is None else self.bend + start
+        return replace(self, place=self.place + start, seen=self.seen + start, start=self.start + start, bend=bend)
 
 
 @dataclass(frozen=True)
@@ -109,11 +120,37 @@ class Bridge:
     error: float
 
 
-def find_shifts(levels_N: NDArray[np.float64], *, bridge: Bridge | None = None, densely: bool = False) -> Shifts:
+@dataclass(frozen=True)
+class _Nights:
+    """Nights of one level, and what knows the noise beside them.
+
+    Attributes:
+        levels_N: in logarithms; more is worse.
+        errors_N: standard error of each by its own repetitions.
+        residuals_E: of other nights.
+        across: error of a bridge among them, in standard deviations of a night.
+    """
+
+    levels_N: NDArray[np.float64]
+    errors_N: NDArray[np.float64]
+    residuals_E: NDArray[np.float64]
+    across: float
+
+    def until(self, end: int, known: Sequence[NDArray[np.float64]]) -> _Nights:
+        """The first nights, where others know the noise, too."""
+        return replace(
+            self, levels_N=self.levels_N[:end], errors_N=self.errors_N[:end], residuals_E=np.concatenate([self.residuals_E, *known])
+        )
+
+
+def find_shifts(
+    levels_N: NDArray[np.float64], errors_N: NDArray[np.float64] | None = None, *, bridge: Bridge | None = None, densely: bool = False
+) -> Shifts:
     """Follow a series night by night.
 
     Args:
         levels_N: a level a night, in logarithms; more is worse.
+        errors_N: standard error of each by its own repetitions, 0 where there is one; None: all have one.
         bridge: where it goes on in another environment; what is compared across is less sure.
         densely: look after every night, as was done when they came; else of a long level after some, and after the last.
 
@@ -125,49 +162,60 @@ def find_shifts(levels_N: NDArray[np.float64], *, bridge: Bridge | None = None, 
     """
     if find_spec("ruptures") is None:
         raise HarnessError("harness nightly: ruptures is not installed; pip install 'compressor-harness[nightly]'")
+    errors_N = np.zeros(len(levels_N)) if errors_N is None else errors_N
     found, residuals_E, start = list[Shift](), _NOTHING, 0
     for end in _looks(len(levels_N), found, densely):
         across = bridge.error if bridge is not None and start < bridge.place < end else 0.0
-        shift = _look(levels_N[start:end], residuals_E, start, across)
+        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across))
         if shift is None:
             continue
-        found.append(shift)
-        residuals_E = np.concatenate([residuals_E, _around(levels_N[start : shift.start], shift)])
-        start = shift.start
+        residuals_E = np.concatenate([residuals_E, _around(levels_N[start : start + shift.start], shift)])
+        found.append(shift.behind(start))
+        start = found[-1].start
     return Shifts(tuple(found), np.concatenate([residuals_E, _centred(levels_N[start:])]))
 
 
 def _looks(nights: int, found: list[Shift], densely: bool) -> Iterator[int]:
-    end = 0
-    while end < nights:
+    end, known = 0, 0
+    while end < nights or len(found) > known:  # behind what was found the same nights may show more
         long = end - (found[-1].start if found else 0)
-        end = min(nights, end + (1 if densely else max(1, long // _DENSE)))
+        if len(found) == known:
+            end = min(nights, end + (1 if densely else max(1, long // _DENSE)))
+        known = len(found)
         yield end
 
 
-def _look(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], start: int, across: float) -> Shift | None:
+def _look(nights: _Nights) -> Shift | None:
     """The shift that the nights of one level show, the step or the drift, whichever lies closer to them."""
-    if len(levels_N) < 2 * LEAST_AFTER or len(levels_N) + len(residuals_E) < LEAST_NOISE + LEAST_AFTER:
+    count = len(nights.levels_N)
+    if count < 2 * LEAST_AFTER or count + len(nights.residuals_E) < LEAST_NOISE + LEAST_AFTER:
         return None
-    candidates = [
-        one for one in (_step(levels_N, residuals_E, across), _drift(levels_N, residuals_E, across)) if one is not None and one[0].shows
-    ]
-    if not candidates:
-        return None
-    shift, _ = min(candidates, key=lambda one: one[1])
-    return Shift(start + shift.place, start + shift.seen, start + shift.start, shift.effect, shift.error, shift.degrees, shift.is_drift)
+    candidates = _showing(_step(nights), _drift(nights, 0))
+    if not candidates and _has_structure(nights.levels_N):
+        candidates = _showing(_first_step(nights), _drift(nights, _bend(nights.levels_N)))
+    return min(candidates, key=lambda one: one[1])[0] if candidates else None
 
 
-def _step(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], across: float) -> tuple[Shift, float] | None:
+def _showing(*candidates: tuple[Shift, float] | None) -> list[tuple[Shift, float]]:
+    return [one for one in candidates if one is not None and one[0].shows]
+
+
+def _has_structure(levels_N: NDArray[np.float64]) -> bool:
+    """Whether nights differ from all others far more than from their neighbours (von Neumann's ratio)."""
+    steps_M, centred_N = np.diff(levels_N), levels_N - _mean(levels_N)
+    return float(centred_N @ centred_N) > _STRUCTURE * float(steps_M @ steps_M) / 2
+
+
+def _step(nights: _Nights) -> tuple[Shift, float] | None:
     """Where two levels fit best: the test of it, and the squares that are left. Mostly, running sums say at once that none shows."""
-    found = _step_at(_split_by_sums(levels_N), levels_N, residuals_E, across)
-    return _step_at(_split(levels_N), levels_N, residuals_E, across) if found is not None and found[0].shows else None
+    found = _step_at(_split_by_sums(nights.levels_N), nights)
+    return _step_at(_splits(nights.levels_N, 1)[0], nights) if found is not None and found[0].shows else None
 
 
-def _step_at(place: int, levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], across: float) -> tuple[Shift, float] | None:
-    """The test of a place, and the squares that are left. Welch's idea with one spread, that of all who know it."""
-    before_M, after_K = levels_N[:place], levels_N[place:]
-    known = [residuals_E, _centred(before_M), *([_centred(after_K)] if len(after_K) >= _KNOWN_AFTER else [])]
+def _step_at(place: int, nights: _Nights) -> tuple[Shift, float] | None:
+    """The test of a place, and the squares that are left. Welch's idea; the spread is that of all who know it, or a side's own."""
+    before_M, after_K = nights.levels_N[:place], nights.levels_N[place:]
+    known = [nights.residuals_E, _centred(before_M), *([_centred(after_K)] if len(after_K) >= _KNOWN_AFTER else [])]
     if sum(map(len, known)) < LEAST_NOISE:
         return None
     kept_E, spread = _noise(np.concatenate(known))
@@ -176,45 +224,87 @@ def _step_at(place: int, levels_N: NDArray[np.float64], residuals_E: NDArray[np.
     if effect < LEAST_EFFECT:
         return None
     correlation = _correlation(kept_E)
-    error = spread * math.sqrt(across**2 + sum(_inflation(correlation, len(side)) / len(side) for side in (before_M, after_K)))
-    squares = sum(float(rest @ rest) for rest in (before_M - _mean(before_M), after_K - _mean(after_K)))
-    return Shift(place, len(levels_N), place, sign * effect, error, _degrees(len(kept_E), correlation)), squares
+    own, degrees = max(spread, _noise(after_K)[1], median(nights.errors_N[place:])), _degrees(len(kept_E), correlation)
+    for noise, count in ((_noise(after_K)[1], len(after_K)), (_winsorized(before_M[-_RECENT:])[1], _RECENT)):
+        own = max(own, noise) if noise > _NOISIER * spread else own
+        degrees = min(degrees, max(3.0, count - 1.0)) if noise > _OTHER_NOISE * spread else degrees
+    parts = [spread**2 * _inflation(correlation, place) / place, own**2 * _inflation(correlation, len(after_K)) / len(after_K)]
+    error = math.sqrt((spread * nights.across) ** 2 + sum(parts))
+    return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees), _squares([before_M, after_K])
 
 
-def _drift(levels_N: NDArray[np.float64], residuals_E: NDArray[np.float64], across: float) -> tuple[Shift, float] | None:
-    """A line through all nights: the test of its rise from the first to the last, and the squares that are left."""
-    count = len(levels_N)
-    if count < _LEAST_DRIFT:
+def _first_step(nights: _Nights) -> tuple[Shift, float] | None:
+    """The first of several steps, where they explain the nights and one does not: nights of later levels know the noise, too."""
+    levels_N = nights.levels_N
+    one = _squares(np.split(levels_N, _splits(levels_N, 1)))
+    for many in _MANY:
+        if len(levels_N) < (many + 1) * _LEAST_LEVEL:
+            return None
+        places = _splits(levels_N, many, _LEAST_LEVEL)
+        parts = np.split(levels_N, places)
+        squares = _squares(parts)
+        if squares * _STRUCTURE ** (many - 1) <= one:
+            found = _step_at(places[0], nights.until(places[1], [_centred(part) for part in parts[2:]]))
+            return None if found is None else (replace(found[0], seen=len(levels_N)), squares)
+    return None
+
+
+def _squares(parts: Sequence[NDArray[np.float64]]) -> float:
+    """What is left of nights around the means of their levels."""
+    return sum(float(rest @ rest) for rest in (part - _mean(part) for part in parts))
+
+
+def _drift(nights: _Nights, bend: int) -> tuple[Shift, float] | None:
+    """A line through all nights from a bend on: the test of its rise to the last, and the squares that are left."""
+    count = len(nights.levels_N)
+    if count - bend < _LEAST_DRIFT:
         return None
-    slope, own_N = _line(levels_N)
-    if abs(slope) * (count - 1) < LEAST_GAIN:
+    slope, own_N = _line(nights.levels_N, bend)
+    rise = slope * (count - 1 - bend)
+    if abs(rise) < LEAST_GAIN:
         return None
-    kept_E, spread = _noise(np.concatenate([residuals_E, own_N]))
+    kept_E, spread = _noise(np.concatenate([nights.residuals_E, own_N]))
     correlation = _correlation(kept_E)
-    rise, lever = slope * (count - 1), (count - 1) * math.sqrt(12 / (count**3 - count))
-    error = spread * math.hypot(across, lever * math.sqrt((1 + correlation) / (1 - correlation)))
-    begun = min(count - 1, math.ceil(LEAST_EFFECT / abs(slope))) if slope else 0
-    shift = Shift(begun, count, count - LEAST_AFTER, rise, error, _degrees(len(kept_E), correlation), is_drift=True)
-    return shift, float(np.square(own_N).sum())
+    spread = max(spread, median(nights.errors_N))
+    lever = (count - 1 - bend) / math.sqrt(float(np.square(_nights_since(bend, count)).sum()))
+    error = spread * math.hypot(nights.across, lever * math.sqrt((1 + correlation) / (1 - correlation)))
+    begun = min(count - 1, bend + math.ceil(LEAST_EFFECT / abs(slope)))
+    squares = float(np.square(own_N).sum())
+    if squares > _squares(np.split(nights.levels_N, [_split_by_sums(nights.levels_N)])):  # a step that nobody knows to be one yet
+        return None
+    return Shift(begun, count, count - LEAST_AFTER, rise, error, _degrees(len(kept_E), correlation), bend), squares
 
 
-def _line(levels_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+def _bend(levels_N: NDArray[np.float64]) -> int:
+    """The night from which on a line fits best behind a level, by least squares."""
+    places = range(LEAST_AFTER, max(LEAST_AFTER + 1, len(levels_N) - _LEAST_DRIFT + 1))
+    return min(places, key=lambda bend: float(np.square(_fitted(levels_N, _nights_since(bend, len(levels_N)))[1] - levels_N).sum()))
+
+
+def _nights_since(bend: int, count: int) -> NDArray[np.float64]:
+    """How many nights each is behind a bend, none before it, around their mean."""
+    nights_N = np.maximum(np.arange(count, dtype=np.float64) - bend, 0)
+    return nights_N - nights_N.mean()
+
+
+def _line(levels_N: NDArray[np.float64], bend: int) -> tuple[float, NDArray[np.float64]]:
     """Slope a night by least squares, and what is left; an odd night pulls no harder than one at three spreads."""
-    nights_N = np.arange(len(levels_N), dtype=np.float64)
-    nights_N -= nights_N.mean()
-
-    def fitted(kept_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-        middle = _mean(kept_N)
-        slope = float(nights_N @ (kept_N - middle) / (nights_N @ nights_N))
-        return slope, middle + slope * nights_N
-
-    _, line_N = fitted(levels_N)
-    slope, line_N = fitted(line_N + _winsorized(levels_N - line_N)[0])
+    nights_N = _nights_since(bend, len(levels_N))
+    _, line_N = _fitted(levels_N, nights_N)
+    slope, line_N = _fitted(line_N + _winsorized(levels_N - line_N)[0], nights_N)
     return slope, levels_N - line_N
 
 
+def _fitted(levels_N: NDArray[np.float64], nights_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    middle = _mean(levels_N)
+    slope = float(nights_N @ (levels_N - middle) / (nights_N @ nights_N))
+    return slope, middle + slope * nights_N
+
+
 def _around(levels_M: NDArray[np.float64], shift: Shift) -> NDArray[np.float64]:
-    return _line(levels_M)[1] if shift.is_drift and len(levels_M) > 1 else _centred(levels_M)
+    """What is left of the nights before the level behind a shift."""
+    is_line = shift.bend is not None and len(levels_M) > shift.bend + 1
+    return _line(levels_M, shift.bend)[1] if is_line else _centred(levels_M)  # type: ignore[arg-type]
 
 
 def _centred(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -233,19 +323,19 @@ def _degrees(count: int, correlation: float) -> float:
 
 
 def _split_by_sums(levels_N: NDArray[np.float64]) -> int:
-    """Where two levels fit best, as `_split` finds it but for ties."""
+    """Where two levels fit best, as `_splits` finds it but for ties."""
     signal_N = _clipped(levels_N)
     before_M = np.arange(LEAST_AFTER, len(signal_N) - LEAST_AFTER + 1)
     sums_M = np.cumsum(signal_N - _mean(signal_N))[before_M - 1]
     return int(before_M[np.argmax(sums_M * sums_M / (before_M * (len(signal_N) - before_M)))])
 
 
-def _split(levels_N: NDArray[np.float64]) -> int:
-    """Where two levels fit best, by least squares."""
+def _splits(levels_N: NDArray[np.float64], many: int, least: int = LEAST_AFTER) -> list[int]:
+    """Where so many steps between levels of so many nights fit best, by least squares."""
     import ruptures  # a second of imports, which most series never need
 
     signal_N1 = _clipped(levels_N)[:, None]
-    return int(ruptures.KernelCPD(kernel="linear", min_size=LEAST_AFTER).fit(signal_N1).predict(n_bkps=1)[0])
+    return ruptures.KernelCPD(kernel="linear", min_size=least).fit(signal_N1).predict(n_bkps=many)[:-1]
 
 
 def _clipped(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:

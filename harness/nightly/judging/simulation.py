@@ -24,8 +24,8 @@ import numpy as np
 
 from compressor.errors import UserInputError
 from compressor.progress import Progress, SilentProgress
-from harness.nightly.judging.bridging import hodges_lehmann
-from harness.nightly.judging.shifts import find_shifts
+from harness.nightly.judging.bridging import hodges_lehmann, standard_errors
+from harness.nightly.judging.shifts import Shifts, find_shifts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -176,7 +176,7 @@ def simulate(num_series: int = 200, seed: int = 0, progress: Progress | None = N
     with (progress or SilentProgress()).task("histories", len(noises) * (1 + len(PLANTED))) as task:
         for name, noise in noises.items():
             rng = np.random.default_rng(seed)
-            alarms = sum(_false_alarms(hodges_lehmann(noise(NIGHTS_BEFORE + NIGHTS_JUDGED, rng))) for _ in range(num_series))
+            alarms = sum(_false_alarms(noise(NIGHTS_BEFORE + NIGHTS_JUDGED, rng)) for _ in range(num_series))
             task.advance(note=name)
             seen, median = {}, {}
             for planted in PLANTED:
@@ -206,14 +206,18 @@ def poisson_interval(count: int) -> tuple[float, float]:
     return low, more * (1 - 1 / (9 * more) + z / (3 * math.sqrt(more))) ** 3
 
 
-def _false_alarms(levels_N: NDArray[np.float64]) -> int:
+def _found(logs_NR: NDArray[np.float64]) -> Shifts:
+    return find_shifts(hodges_lehmann(logs_NR), standard_errors(logs_NR), densely=True)
+
+
+def _false_alarms(logs_NR: NDArray[np.float64]) -> int:
     """Count what is taken for worse, as it is night by night; its level holds for what follows, as if it were accepted."""
-    return sum(shift.effect > 0 and shift.seen > NIGHTS_BEFORE for shift in find_shifts(levels_N, densely=True).found)
+    return sum(shift.effect > 0 and shift.seen > NIGHTS_BEFORE for shift in _found(logs_NR).found)
 
 
 def _night_seen(noise: Noise, planted: Planted, rng: np.random.Generator) -> float:
     before = 60
     logs = noise(before + _NIGHTS_WATCHED, rng)
     logs[before:] += planted.size(np.arange(_NIGHTS_WATCHED, dtype=np.float64))[:, None]
-    seen = [shift.seen - before for shift in find_shifts(hodges_lehmann(logs), densely=True).found if shift.effect > 0]
+    seen = [shift.seen - before for shift in _found(logs).found if shift.effect > 0]
     return next((float(night) for night in seen if night > 0), math.inf)

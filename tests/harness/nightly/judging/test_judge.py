@@ -157,6 +157,40 @@ def test_a_drift_that_began_on_the_first_night_is_found(rate: float, nights: int
     assert judge(series([1 - rate * night for night in range(nights)])).changes == ()
 
 
+@pytest.mark.parametrize(("rate", "bend"), [(0.004, 10), (0.004, 20), (0.01, 15), (0.01, 20), (0.01, 25)])
+@pytest.mark.parametrize("nights", [45, 70])
+def test_a_drift_that_begins_before_the_noise_is_known_is_found(rate: float, bend: int, nights: int) -> None:
+    found = judge(series([1 + rate * max(0, night - bend) for night in range(nights)]))
+    assert found.verdict is Verdict.REGRESSION and night_label(bend) <= found.changes[0].night < night_label(bend + 8), found.summary
+    assert judge(series([1 - rate * max(0, night - bend) for night in range(nights)])).changes == ()
+
+
+@pytest.mark.parametrize("places", [(8, 16), (10, 20), (15, 25), (7, 14, 21)])
+def test_several_steps_before_the_noise_is_known_are_found_each_where_it_is(places: tuple[int, ...]) -> None:
+    for nights in (LEAST_NOISE + 10, 60):
+        found = judge(series([1.1 ** sum(night >= place for place in places) for night in range(nights)]))
+        assert [change.night for change in found.changes] == [night_label(place) for place in places], found.summary
+
+
+@pytest.mark.parametrize("repetitions", [1, 5])
+def test_nights_that_become_noisy_are_no_change_of_their_mean(repetitions: int) -> None:
+    rng, alarms = np.random.default_rng(0), 0
+    for _ in range(40):
+        spread_NR = np.where(np.arange(60) < 30, 0.005, 0.05)[:, None]
+        readings = np.exp(spread_NR * rng.standard_normal((60, repetitions)))
+        alarms += judge([replace(one, values=tuple(row)) for one, row in zip(series([1.0] * 60), readings, strict=True)]).changes != ()
+    assert alarms <= (2 if repetitions > 1 else 6)  # of single readings two nights that agree by chance look like a step
+
+
+def test_what_is_worse_is_never_called_better() -> None:
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        sizes = [1.2 if night >= 40 and night % 3 == 0 else 1.0 for night in range(60)]
+        readings = np.array(sizes)[:, None] + 0.006 * rng.standard_normal((60, 5))
+        found = judge([replace(one, values=tuple(row)) for one, row in zip(series(sizes), readings, strict=True)])
+        assert "better by -" not in found.summary, found.summary
+
+
 def test_what_is_mended_is_over() -> None:
     found = judge(series([1.0] * 40 + [1.05] * 20 + [1.0] * 20))
     assert found.verdict is Verdict.PASS and f"80 nights, 20 of them since {night_label(60)}, when it became better by" in found.summary
