@@ -30,6 +30,7 @@ from compressor.model.loading.sample_batches import batch_of_shapes, describe_ba
 from compressor.model.loading.stand_in import load_skeleton
 from compressor.modifiers.gptq import Mode
 from compressor.modifiers.schemes.base import SchemeModifier
+from compressor.modifiers.transforms.rotating import RotatingModifier
 from compressor.nn import weight_of
 from compressor.nn.attention.kv_cache import attention_modules
 from compressor.nn.build import is_quantizable
@@ -93,18 +94,6 @@ class _Training(Protocol):
 
 
 @runtime_checkable
-class _TurningOnline(Protocol):
-    def online_flops(self, model: nn.Module) -> Mapping[str, float]:
-        """What rotations in the forward cost for each token, by layer."""
-
-    def online_bytes(self, model: nn.Module) -> int:
-        """What their matrices take in a checkpoint."""
-
-    def added_bytes(self, model: nn.Module) -> int:
-        """What weights the model has more when it is turned."""
-
-
-@runtime_checkable
 class _Finding(Protocol):
     @property
     def found_in_forwards(self) -> str:
@@ -133,8 +122,8 @@ class Plan:
         attention: what of attention would be quantized; None where nothing would.
         unwritable: why a run that is to write a checkpoint would be refused; None where it would not.
         untried: why not all that a run looks at before its first forward was tried; None where it was.
-        notes: what a run would say before its calibration of settings that change nothing, and of who reads the checkpoint; and what it
-            would find, or refuse, in forwards, which a plan does not run.
+        notes: what a run would say of settings that change nothing, and of who reads the checkpoint; and what it would find, or refuse, in
+            forwards, which a plan does not run.
         conversion: what `convert` would take, with as many workers as ranks; None where the recipe or the model in memory needs a run.
     """
 
@@ -234,7 +223,8 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
             speed = measure_speed(device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             ahead = None if in_memory else int(on_gpu)  # on a GPU the next layer is on its way
             suspends = settings.engine == "suspend"
-            held = bytes_of(skeleton) + sum(one.added_bytes(skeleton) for one in parsed.modifiers if isinstance(one, _TurningOnline))
+            turning = [one for one in parsed.modifiers if isinstance(one, RotatingModifier)]
+            held = bytes_of(skeleton) + sum(one.added_bytes(skeleton) for one in turning)
             setting = Setting(held, not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)
             attention, (unwritable, notes) = _attention(skeleton, parsed.modifiers), _readers(skeleton, parsed.modifiers)
             made = _estimated(skeleton, parsed, chosen, settings, setting, of_all, None if in_memory else device)
@@ -301,7 +291,7 @@ def _attention(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None
 
 
 def _readers(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[str | None, tuple[str, ...]]:
-    """What a run says before its calibration where nobody could read the checkpoint, and of who reads it otherwise.
+    """What a run says where nobody could read the checkpoint, and of who reads it otherwise.
 
     Without a checkpoint the model may be used as it is.
     """
@@ -309,6 +299,8 @@ def _readers(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[str | 
     schemes = {name: scheme for one in quantizing for name, scheme in one.resolve(skeleton).items()}
     kv = next((one.kv_format for one in quantizing if one.kv_format is not None), None)
     notes = reading_notes(skeleton, schemes, kv, queries=any(one.attention_patterns for one in quantizing))
+    turning = [(one, list(one.turned_online(skeleton))) for one in modifiers if isinstance(one, RotatingModifier)]
+    notes += [note for one, turned in turning for note in one.online_notes((name, group) for name, _, group in turned)]
     try:
         check_readable(schemes, skeleton, kv)
     except (SchemeError, ModelError) as error:
@@ -372,13 +364,14 @@ def _made(
     searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}
     trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained, follow)
-    beside = sum(one.online_bytes(skeleton) + one.added_bytes(skeleton) for one in parsed.modifiers if isinstance(one, _TurningOnline))
+    turning = [one for one in parsed.modifiers if isinstance(one, RotatingModifier)]
+    beside = sum(one.online_bytes(skeleton) + one.added_bytes(skeleton) for one in turning)
     beside += sum(one.kv_bytes(skeleton, one.ignore) for one in parsed.modifiers if isinstance(one, SchemeModifier))
     estimate = replace(estimate, checkpoint_bytes=estimate.checkpoint_bytes + beside)
     modules = [target.module for target in targets.values()]
     online: dict[str, float] = {}
-    for modifier in parsed.modifiers:
-        for name, flops in modifier.online_flops(skeleton).items() if isinstance(modifier, _TurningOnline) else ():
+    for modifier in turning:
+        for name, flops in modifier.online_flops(skeleton).items():
             online[name] = online.get(name, 0.0) + flops
     words = _in_words(skeleton, chosen, *streams)
     return Plan(modules, skipped, chosen, layers, words, estimate, online=online, online_share=_share_of_products(skeleton, online))

@@ -10,7 +10,7 @@ is for `load_compressed`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from compressor.nn import is_quantizable, weight_of
 from compressor.nn.online_rotation import OnlineRotation, Side, rotated_modules
 from compressor.nn.quantized_linear import is_conv1d
 
-NOTE = (
+_NOTE = (
     "{groups} turn in every forward what {modules} modules compute with, and transformers applies no transform_config: it computes "
     "something else, or stops (before 5.23, where no weight is quantized); load the checkpoint with compressor.load_compressed"
 )
@@ -78,9 +78,22 @@ def rotation_notes(model: nn.Module) -> list[str]:
     Returns:
         A sentence, or none.
     """
-    found = rotated_modules(model)
-    groups = dict.fromkeys(rotation.group for rotations in found.values() for rotation in rotations)
-    return [NOTE.format(groups=some(groups), modules=len(found))] if found else []
+    return notes_of_turned((name, rotation.group) for name, rotations in rotated_modules(model).items() for rotation in rotations)
+
+
+def notes_of_turned(turned: Iterable[tuple[str, str]]) -> list[str]:
+    """Say the same of modules that are turned in every forward, or will be.
+
+    Args:
+        turned: dotted names, each with the name of its rotation.
+
+    Returns:
+        A sentence, or none.
+    """
+    groups: dict[str, set[str]] = {}
+    for name, group in turned:
+        groups.setdefault(group, set()).add(name)
+    return [_NOTE.format(groups=some(sorted(groups)), modules=len(set().union(*groups.values())))] if groups else []
 
 
 def read_rotations(

@@ -20,7 +20,6 @@ from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.mappings.probe import tied_modules
 from compressor.mappings.turns import Turn
-from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import check_patterns, resolve_layers
 from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, bytes_of_sizes, outputs_of_model
@@ -129,7 +128,7 @@ class QuIPModifier(RotatingModifier):
             record = ModuleRecord(name, type(self).__name__, f"turned ({self.transform_type})", 0.0, None, {})
             state.report.modules.setdefault(name, record)
         state.report.transforms.append(as_record(state.model, type(self).__name__, turns))
-        state.report.notes.extend(f"{self.label}: {note}" for note in rotation_notes(state.model))
+        state.report.notes += self.online_notes((name, turn.online) for turn in turns for name in (*turn.readers, *turn.writers))
 
 
 def _is_linear(module: nn.Module) -> bool:

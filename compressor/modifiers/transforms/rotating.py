@@ -23,6 +23,7 @@ from compressor.lifecycle.state import StageValue
 from compressor.mappings.basis import Basis
 from compressor.mappings.turns import Turn, fold_and_turn
 from compressor.model.checkpoints.format import stored_names
+from compressor.model.checkpoints.online import notes_of_turned
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.loading.sample_batches import sample_batches
 from compressor.nn.build import is_quantizable
@@ -192,6 +193,17 @@ class RotatingModifier(Modifier):
             self._check_size(size, common, name)
             found[name] = found.get(name, 0.0) + width // size * rotation_flops(self.transform_type, size)
         return found
+
+    def online_notes(self, turned: Iterable[tuple[str, str]]) -> list[str]:
+        """Say who reads a checkpoint of layers that are turned in every forward, as a plan expects them and a run has them.
+
+        Args:
+            turned: dotted names, each with the name of its rotation.
+
+        Returns:
+            A sentence, or none.
+        """
+        return [f"{self.label}: {note}" for note in notes_of_turned(turned)]
 
     def online_bytes(self, model: nn.Module) -> int:
         """Say what the matrices of rotations in the forward take in a checkpoint: float32, one for each size.

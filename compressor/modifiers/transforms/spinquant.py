@@ -23,7 +23,6 @@ from compressor.mappings import ScalePair, find_pairs
 from compressor.mappings.basis import Basis, find_basis, find_values
 from compressor.mappings.inner import find_inner
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
-from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import ends_of, text_config
 from compressor.modifiers.own_forwards import calibration_data
@@ -283,8 +282,7 @@ class SpinQuantModifier(RotatingModifier):
         untied = f"; {', '.join(tied)} is no longer tied to {', '.join(tied.values())}" if tied else ""
         what = f"{' and '.join(self.rotations)} {'are' if self.rotations[1:] else 'is'}"
         state.report.notes.append(f"{self.label}: {what} in the weights of {len(names)} modules{untied}")
-        if online:
-            state.report.notes.extend(f"{self.label}: {note}" for note in rotation_notes(state.model))
+        state.report.notes += self.online_notes((name, turn.online) for turn in online for name in turn.readers)
 
 
 def _untie(state: State) -> None:

@@ -99,6 +99,18 @@ def test_what_lies_beside_the_codes_is_planned_on_the_disk(name: str, dtype: str
     assert planned == sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+@pytest.mark.parametrize("names", [["R4"], ["QuIP"], ["QuIP", "R4 in blocks"], ["of weights alone"]], ids=str)
+def test_who_reads_rotations_in_the_forward_is_said_by_plan_and_run(names: list[str]) -> None:
+    ignore = {"QuIP": ["re:.*down_proj"]}  # R4 turns their inputs
+
+    def recipe() -> list[Any]:
+        return [ONLINE[name].model_copy(deep=True, update={"ignore": ignore[name]} if name in ignore else {}) for name in names]
+
+    made, result = plan(llama(), recipe=recipe()), oneshot(llama(), recipe=recipe(), dataset=torch.arange(24).reshape(3, 8), device="cpu")
+    said, noted = ([note for note in notes if "transform_config" in note] for notes in (made.notes, result.report.notes))
+    assert said == noted and len(said) == sum(name != "of weights alone" for name in names)
+
+
 @pytest.mark.parametrize("modifier", ONLINE.values(), ids=ONLINE)
 def test_rotations_in_the_forward_cost_what_a_forward_of_the_result_takes(modifier: Any) -> None:
     model = llama()
