@@ -10,19 +10,20 @@ from_buffers   the buffers of an equal layer -> layer
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import SchemeError
-from compressor.nn.layer import QuantizedLayer
+from compressor.nn.layer import SCHEME, STORED, QuantizedLayer
 from compressor.nn.quantized_embedding import QuantizedEmbedding, check_plain_embedding
 from compressor.nn.quantized_linear import Matmul, QuantizedLinear, is_conv1d, linear_shape
 from compressor.numerics.observers import weight_qparams
 from compressor.numerics.qparams import QParams
 from compressor.numerics.scheme import QuantizationScheme
+from compressor.settings.kinds import MODULE, NAME, TENSOR, TEXT, Kind, object_of
+from compressor.settings.options import checked, wrong_kind
 
 
 def is_quantizable(module: nn.Module) -> bool:
@@ -45,12 +46,17 @@ def weight_of(module: nn.Module) -> Tensor:
 
     Returns:
         The weight, one row per output; a view (for Conv1D of the transpose).
+
+    Raises:
+        UserInputError: it has none.
     """
-    weight: Any = module.weight  # a parameter, or computed
-    found: Tensor = weight.t() if is_conv1d(module) else weight
-    return found
+    weight = getattr(module, "weight", None)  # a parameter, or computed
+    if not isinstance(weight, Tensor):
+        raise wrong_kind("module", module, "a module with a weight")
+    return weight.t() if is_conv1d(module) else weight
 
 
+@checked(**STORED)
 def replacement(
     module: nn.Module,
     scheme: QuantizationScheme,
@@ -88,6 +94,7 @@ def replacement(
     return layer
 
 
+@checked(**STORED)
 @torch.no_grad()
 def quantized(module: nn.Module, scheme: QuantizationScheme, *, input_qparams: QParams | None = None, name: str = "") -> QuantizedLayer:
     """Quantize one module by rounding to nearest; it is not changed.
@@ -120,6 +127,11 @@ def quantized(module: nn.Module, scheme: QuantizationScheme, *, input_qparams: Q
     return replacement(module, scheme, codes_RC, qparams, input_qparams=input_qparams, name=name)
 
 
+@checked(
+    scheme=SCHEME,
+    buffers=Kind(lambda value: isinstance(value, Mapping) and all(map(TENSOR.holds, value.values())), "a mapping of names to tensors"),
+    name=NAME,
+)
 def from_buffers(module: nn.Module, scheme: QuantizationScheme, buffers: Mapping[str, Tensor], *, name: str = "") -> QuantizedLayer:
     """Put the buffers of an equal layer in the place of a float weight.
 
@@ -141,6 +153,7 @@ def from_buffers(module: nn.Module, scheme: QuantizationScheme, buffers: Mapping
     return layer
 
 
+@checked(scheme=SCHEME, name=NAME)
 def empty_layer(module: nn.Module, scheme: QuantizationScheme, *, name: str = "") -> QuantizedLayer:
     """Make the layer that a scheme puts in a module's place, without values.
 
@@ -161,6 +174,7 @@ def empty_layer(module: nn.Module, scheme: QuantizationScheme, *, name: str = ""
 
 
 @torch.no_grad()
+@checked(layer=object_of(QuantizedLayer, words="a quantized layer"))
 def float_layer(layer: QuantizedLayer) -> nn.Module:
     """Make the float module that holds what a quantized layer's weight stands for.
 
@@ -188,6 +202,7 @@ def float_layer(layer: QuantizedLayer) -> nn.Module:
     return found.train(layer.training)
 
 
+@checked(model=MODULE, matmul=TEXT)
 def set_matmul(model: nn.Module, matmul: Matmul) -> int:
     """Choose how all quantized linear layers of a model multiply. Changes the model.
 
@@ -209,6 +224,7 @@ def set_matmul(model: nn.Module, matmul: Matmul) -> int:
     return len(layers)
 
 
+@checked(scheme=SCHEME, name=NAME)
 def check_fit(module: nn.Module, scheme: QuantizationScheme, name: str = "") -> None:
     """Refuse a scheme that a module cannot have; nothing is computed or changed.
 

@@ -22,9 +22,15 @@ from compressor.numerics.packing import WORD_BITS, pack_fp4, pack_int32, scale_s
 from compressor.numerics.qparams import QParams
 from compressor.numerics.quantize import check_groups, dequantize
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+from compressor.settings.kinds import NAME, TENSOR, object_of
+from compressor.settings.options import checked
 
 # Shape and dtype of each buffer that a layer keeps.
 BufferSpecs = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+SCHEME = object_of(QuantizationScheme, words="a QuantizationScheme, such as preset_scheme('W4A16')")
+_QPARAMS = object_of(QParams, words="QParams")
+STORED = {"scheme": SCHEME, "codes_RC": TENSOR, "qparams": _QPARAMS, "g_idx_C": TENSOR, "input_qparams": _QPARAMS, "name": NAME}
+"""Kinds of what a layer is made of, by the names of arguments."""
 
 
 class QuantizedLayer(nn.Module):
@@ -146,6 +152,7 @@ class QuantizedLayer(nn.Module):
         for key, (shape, dtype) in self.specs().items():
             self.register_buffer(key, torch.empty(shape, dtype=dtype, device=device))
 
+    @checked(**STORED)
     def store(self, codes_RC: Tensor, qparams: QParams, g_idx_C: Tensor | None = None) -> None:
         """Register the buffers of a weight.
 

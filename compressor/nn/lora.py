@@ -13,6 +13,8 @@ import torch
 
 from compressor.errors import ModelError
 from compressor.nn.quantized_linear import QuantizedLinear
+from compressor.settings.kinds import object_of
+from compressor.settings.options import check_kind
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -32,12 +34,15 @@ def for_compressed(config: LoraConfig) -> LoraConfig:
         The same object.
 
     Raises:
+        UserInputError: `config` is none of LoRA.
         ModelError: peft is not installed, a setting needs the float weight of a layer, or no layers are named.
     """
     try:
+        from peft import LoraConfig
         from peft.tuners.lora import Linear
     except ImportError as error:
         raise ModelError("for_compressed: adapters need the package peft; pip install peft") from error
+    check_kind("config", config, object_of(LoraConfig, words="a LoraConfig of peft"))
     if isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR:
         raise ModelError(
             f"target_modules: for {config.target_modules!r} peft takes float layers alone, and would pass over quantized ones; give the "

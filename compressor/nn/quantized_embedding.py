@@ -6,10 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import SchemeError
-from compressor.nn.layer import Fp4Weight, PackedWeight, PlainWeight, QuantizedLayer
+from compressor.nn.layer import SCHEME, STORED, Fp4Weight, PackedWeight, PlainWeight, QuantizedLayer
 from compressor.numerics.qparams import QParams
 from compressor.numerics.quantize import dequantize
 from compressor.numerics.scheme import QuantizationScheme
+from compressor.settings.kinds import TENSOR, object_of
+from compressor.settings.options import check_kind, checked
 
 
 class QuantizedEmbedding(QuantizedLayer):
@@ -41,6 +43,7 @@ class QuantizedEmbedding(QuantizedLayer):
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
 
     @staticmethod
+    @checked(embedding=object_of(nn.Embedding, words="an Embedding"), **STORED)
     def from_embedding(
         embedding: nn.Embedding,
         scheme: QuantizationScheme,
@@ -74,6 +77,7 @@ class QuantizedEmbedding(QuantizedLayer):
         return layer.train(embedding.training)
 
     @staticmethod
+    @checked(scheme=SCHEME)
     def class_of(scheme: QuantizationScheme) -> type[QuantizedEmbedding]:
         """Return the class that stores the format of a scheme."""
         return _LAYERS[scheme.compression_format]
@@ -90,6 +94,7 @@ class QuantizedEmbedding(QuantizedLayer):
         Raises:
             SchemeError: ids are not integers.
         """
+        check_kind("input", input, TENSOR)
         if input.is_floating_point() or input.is_complex() or input.dtype == torch.bool:
             raise SchemeError(f"{self.where}: ids of {input.dtype} were given to an embedding; give int64 or int32")
         if self._materialized is not None:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import NumericsError, SchemeError
-from compressor.nn.layer import BufferSpecs, Fp4Weight, PackedWeight, PlainWeight, QuantizedLayer
+from compressor.nn.layer import SCHEME, STORED, BufferSpecs, Fp4Weight, PackedWeight, PlainWeight, QuantizedLayer
 from compressor.nn.straight_through import through_product, through_rounding
 from compressor.numerics.products import ProductPath, product_path, run_width, scaled_product
 from compressor.numerics.qparams import QParams
 from compressor.numerics.quantize import check_groups, dynamic_qparams, inside_range, quantize
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
+from compressor.settings.kinds import TENSOR, Kind
+from compressor.settings.options import check_kind, checked
 
 Matmul = Literal["reference", "native"]
 MatmulPath = ProductPath | Literal["dequantized"]
@@ -56,6 +58,7 @@ class QuantizedLinear(QuantizedLayer):
                 raise SchemeError(f"{self.where} input: {error}") from None
 
     @staticmethod
+    @checked(linear=Kind(lambda value: isinstance(value, nn.Linear) or is_conv1d(value), "a Linear or Conv1D"), **STORED)
     def from_linear(
         linear: nn.Module,
         scheme: QuantizationScheme,
@@ -91,6 +94,7 @@ class QuantizedLinear(QuantizedLayer):
         return layer.train(linear.training)
 
     @staticmethod
+    @checked(scheme=SCHEME)
     def class_of(scheme: QuantizationScheme) -> type[QuantizedLinear]:
         """Return the class that stores the format of a scheme."""
         return _LAYERS[scheme.compression_format]
@@ -105,6 +109,7 @@ class QuantizedLinear(QuantizedLayer):
         specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {"input_scale": ((1,), self.dtype)}
         return specs if args.symmetric else specs | {"input_zero_point": ((1,), torch.int8)}
 
+    @checked(x=TENSOR)
     def matmul_path(self, x: Tensor) -> MatmulPath:
         """Say how the forward would multiply this input.
 
@@ -135,6 +140,7 @@ class QuantizedLinear(QuantizedLayer):
             SchemeError: input is not floating point, or has other columns or another dtype than the layer.
             NumericsError: it holds NaN or infinity, for which there is no code ("native" only; "reference" passes NaN on, as transformers).
         """
+        check_kind("input", input, TENSOR)
         if input.is_nested and input.layout is torch.strided:  # has no shape, and few operators
             return torch.nested.as_nested_tensor([self.forward(row) for row in input.unbind()])
         if input.layout not in (torch.strided, torch.jagged):  # nn.Linear takes sparse inputs, too, and no codes have holes

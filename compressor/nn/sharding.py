@@ -14,11 +14,14 @@ from compressor.errors import SchemeError
 from compressor.nn.layer import PackedWeight, QuantizedLayer
 from compressor.nn.quantized_linear import QuantizedLinear
 from compressor.numerics.packing import WORD_BITS
+from compressor.settings.kinds import MODULE, WHOLE
+from compressor.settings.options import checked
 
 # Last parts of names of layers that are cut along their columns.
 ROW_PARALLEL = frozenset({"o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "c_proj", "fc2", "w2", "wo"})
 
 
+@checked(model=MODULE, num_shards=WHOLE)
 def shard_problems(model: nn.Module, num_shards: int) -> dict[str, str]:
     """Say which quantized linear layers cannot be cut into equal parts.
 
@@ -41,6 +44,7 @@ def shard_problems(model: nn.Module, num_shards: int) -> dict[str, str]:
     return {name: problem for name, problem in found.items() if problem}
 
 
+@checked(model=MODULE, num_shards=WHOLE)
 def check_shards(model: nn.Module, num_shards: int) -> None:
     """Refuse a model that tensor parallelism would cut through groups, blocks or packed words.
 

@@ -117,12 +117,30 @@ def _all(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list | tuple) and all(map(holds, value))
 
 
+def object_of(*classes: type, words: str) -> Kind:
+    """Return the kind of objects of some classes.
+
+    Args:
+        *classes: one of which it must be.
+        words: what belongs there, for errors.
+
+    Returns:
+        The kind.
+    """
+    return Kind(lambda value: isinstance(value, classes), words)
+
+
 RANKS = (1, 2, 4, 8)  # among which the parts of the samples can be divided
 PATH = Kind(_path, "a path")
 MODEL = Kind(_is_model, "the path of a folder, a name on the hub (owner/name), or a model (torch.nn.Module)")
 DEVICE = Kind(lambda value: _text(value) or _of_torch(value, "device"), "the name of a device")
 MODEL_CLASS = Kind(lambda value: _text(value) or isinstance(value, type), "a class of transformers, or its name")
 WHOLE = Kind(_whole, "a whole number")
+NUMBER = Kind(_number, "a number")
+NUMBERS = Kind(_all(_number), "a list of numbers")
+MAPPING = object_of(Mapping, words="a mapping")
+NAME = object_of(str, words="a text")
+"""Empty where there is no name."""
 TEXT = Kind(_text, "a text")
 """For texts with a Literal type of their own."""
 MODULE = Kind(lambda value: "torch" in sys.modules and isinstance(value, sys.modules["torch"].nn.Module), "a model (torch.nn.Module)")
@@ -135,7 +153,7 @@ PROGRESS = Kind(lambda value: hasattr(value, "task"), "an object with a method t
 
 Whole = Annotated[int, WHOLE]
 Ranks = Annotated[int, Kind(lambda value: _whole(value) and value in RANKS, " or ".join(map(str, RANKS)))]
-Number = Annotated[float, Kind(_number, "a number")]
+Number = Annotated[float, NUMBER]
 Flag = Annotated[bool, FLAG]
 Text = Annotated[str, TEXT]
 PathLike = Annotated[str | Path, PATH]
@@ -143,7 +161,7 @@ FilePath = Annotated[Path, PATH]
 Texts = Annotated[Sequence[str], TEXTS]
 TextOrTexts = Annotated[str | Sequence[str], Kind(lambda value: _text(value) or _all(_text)(value), "a text, or a list of texts")]
 SomeTexts = Annotated[list[str], Kind(lambda value: _all(_text)(value) and bool(value), "a list of at least one text")]
-Numbers = Annotated[Sequence[float], Kind(_all(_number), "a list of numbers")]
+Numbers = Annotated[Sequence[float], NUMBERS]
 Memory = Annotated[int | str, Kind(lambda value: isinstance(value, str) or _number(value), "a number of bytes, or a text such as '4GB'")]
 Dtype = Annotated[
     str,

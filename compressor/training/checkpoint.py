@@ -25,6 +25,8 @@ from compressor.errors import ResumeError, UserInputError
 from compressor.lifecycle import EventType
 from compressor.pages import raw_bytes
 from compressor.random_state import ForeignRandom, RandomState, foreign_random
+from compressor.settings.kinds import MAPPING, PATH, object_of
+from compressor.settings.options import checked
 from compressor.training.guards.frozen_value import is_foreign
 from compressor.training.step.step import TrainStep
 from compressor.training.stored_values import Reader, Writer, books, generators, is_writable
@@ -34,8 +36,10 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, str, type(None))
 _FORMAT = "training-state-5"
 _KEPT = "kept:"
+_TRAINER = object_of(Trainer, words="a Trainer")
 
 
+@checked(trainer=_TRAINER, path=PATH, notes=MAPPING)
 def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] | None = None) -> Path:
     """Write the state of a trainer between two steps; the file appears whole or not at all.
 
@@ -108,6 +112,7 @@ def _is_simple(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value))
 
 
+@checked(trainer=_TRAINER, path=PATH)
 def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     """Bring a trainer to a stored state. Changes model, optimizer, averages, modifiers, random generators and the trainer's plans.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeVar, get_args
@@ -19,6 +19,8 @@ from torch import Tensor
 from compressor.errors import GuardDriftError, PlanStormError, ProofError, ReplayError, SignatureDriftError, UserInputError
 from compressor.lifecycle import EventType
 from compressor.progress import Progress, SilentProgress
+from compressor.settings.kinds import FLAG, FUNCTION, NUMBERS, PROGRESS, WHOLE, Kind, object_of
+from compressor.settings.options import checked
 from compressor.training.audits import Audits
 from compressor.training.capture.signature import drift
 from compressor.training.engines.select import engine_for
@@ -77,9 +79,15 @@ class Trainer:
         agreed_steps: after an audit that failed, the steps that were made when replay and eager last agreed; those after may be wrong.
 
     Raises:
-        UserInputError: a setting out of range.
+        UserInputError: a setting of the wrong kind or out of range.
     """
 
+    @checked(
+        step=object_of(TrainStep, words="a TrainStep"),
+        schedule=FUNCTION,
+        progress=PROGRESS,
+        **dict.fromkeys(("warmup", "check_every", "audit_every", "max_plans"), WHOLE),
+    )
     def __init__(
         self,
         step: TrainStep,
@@ -127,6 +135,7 @@ class Trainer:
         self._keys.clear()
         self.step.choose_update()
 
+    @checked(audited=FLAG)
     def train_step(self, batch: Batch, *, audited: bool = False) -> Tensor:
         """Perform one step. Changes model, optimizer and whatever the modifiers change.
 
@@ -167,6 +176,11 @@ class Trainer:
         self.num_steps += 1
         return loss
 
+    @checked(
+        batch_at=Kind(callable, "a function from the number of a step to its batch, such as batches.__getitem__ of a list"),
+        num_steps=WHOLE,
+        each=FUNCTION,
+    )
     def fit(self, batch_at: Callable[[int], Batch], num_steps: int, *, each: Callable[[int, Tensor], None] | None = None) -> list[float]:
         """Train until `num_steps` steps have been made, counting those before; so a resumed trainer goes on where it stood.
 
@@ -183,14 +197,8 @@ class Trainer:
         Raises:
             UserInputError: `batch_at` cannot be called, or `num_steps` is no number of steps.
         """
-        if not callable(batch_at):
-            raise UserInputError(
-                f"fit: batch_at is of {type(batch_at).__name__}, which cannot be called; give a function from the number of a step to its "
-                "batch, such as batches.__getitem__ of a list"
-            )
-        given: object = num_steps
-        if not isinstance(given, int) or given < 0:
-            raise UserInputError(f"fit: num_steps={num_steps!r} is no number of steps; give a whole number of 0 or more")
+        if num_steps < 0:
+            raise UserInputError(f"fit: num_steps={num_steps} is no number of steps; give a whole number of 0 or more")
         losses: list[float] = []
         with self._progress.task("train", max(num_steps, self.num_steps)) as task:
             if self.num_steps:
@@ -211,6 +219,13 @@ class Trainer:
                     each(number, loss)
         return losses
 
+    @checked(
+        batches=Kind(
+            lambda value: isinstance(value, Iterable) and not isinstance(value, str | Mapping) and getattr(value, "ndim", 1) > 0,
+            "a list of batches",
+        ),
+        weights=Kind(lambda value: NUMBERS.holds(value) or getattr(value, "ndim", 0) == 1, "a list of numbers"),
+    )
     def evaluate(self, batches: Iterable[Batch], weights: Sequence[float] | None = None) -> float:
         """Compute the mean loss in eval mode, without a trace: training flags, buffers, and the random generators of torch, Python and
         numpy and those that the step holds are as before.

@@ -42,8 +42,8 @@ from compressor.nn.attention.kv_cache import attach_kv_quantizer, attention_modu
 from compressor.nn.experts import UnfusedExperts, split_weights
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import OBSERVER_KINDS, QuantizationArgs, QuantizationScheme
-from compressor.settings.kinds import DEVICE, MODEL_CLASS, PATH
-from compressor.settings.options import check_kind
+from compressor.settings.kinds import DEVICE, FLAG, MODEL_CLASS, PATH, TEXT
+from compressor.settings.options import checked
 
 _SCHEME_PARTS = ("weights", "input_activations")
 _NOT_READ = ("observer", "observer_kwargs", "zp_dtype")
@@ -53,6 +53,7 @@ _NO_FORMAT = (None, "mixed-precision", "dense")
 _ELSEWHERE = "give a checkpoint that is compressed in this format, or load this one with from_pretrained of transformers"
 
 
+@checked(folder=PATH, device=DEVICE, model_class=MODEL_CLASS, trust_remote_code=FLAG, **dict.fromkeys(("matmul", "revision"), TEXT))
 def load_compressed(
     folder: str | Path,
     *,
@@ -81,9 +82,6 @@ def load_compressed(
         ModelError: the folder holds no compressed checkpoint, config and tensors do not fit each other, or the hub does not give it.
         SchemeError: a layer cannot have the scheme that the config gives it.
     """
-    for name, value, kind in (("folder", folder, PATH), ("device", device, DEVICE), ("model_class", model_class, MODEL_CLASS)):
-        if value is not None:
-            check_kind(name, value, kind)
     folder = resolve_folder(folder, revision, code=trust_remote_code).path
     config = read_config(folder)
     check_weight_files(folder)

@@ -28,6 +28,8 @@ from compressor.nn.straight_through import through_rounding
 from compressor.numerics.qparams import QParams, check_qparams
 from compressor.numerics.quantize import dequantize, dynamic_qparams, quantize
 from compressor.numerics.scheme import QuantizationArgs
+from compressor.settings.kinds import MODULE
+from compressor.settings.options import checked
 
 # Attention modules are told by these names, as compressed-tensors tells them.
 PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
@@ -370,6 +372,7 @@ class QuantizedKVCache(Cache):
 
     stores_codes = True
 
+    @checked(model=MODULE)
     def __init__(self, model: nn.Module) -> None:
         """Make an empty cache for a model.
 

@@ -7,6 +7,9 @@ import hashlib
 import re
 from collections.abc import Sequence
 
+from compressor.settings.kinds import TEXTS
+from compressor.settings.options import checked
+
 _DEVICE = re.compile(r"@\w+(:\d+)?")
 _VALUE = re.compile(r"%\d+")
 _OUTSIDE = re.compile(r"(outside|const):\w+")
@@ -20,6 +23,7 @@ _HINTS = (
 )
 
 
+@checked(lines=TEXTS)
 def signature_hash(lines: Sequence[str]) -> str:
     """Hash a signature; it holds no address, but two steps that alias differently differ.
 
@@ -44,6 +48,7 @@ def neutral(lines: Sequence[str]) -> list[str]:
     return [_DEVICE.sub("", line) for line in lines]
 
 
+@checked(first=TEXTS, second=TEXTS)
 def drift(first: Sequence[str], second: Sequence[str], names: tuple[str, str] = ("capture", "now"), limit: int = 3) -> str | None:
     """Compare two signatures.
 

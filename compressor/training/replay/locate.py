@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from compressor.errors import UserInputError
+from compressor.settings.kinds import object_of
+from compressor.settings.options import checked
 from compressor.training.capture.module_scope import Whereabouts
 from compressor.training.capture.operators import IDLE, Op, Record
 from compressor.training.capture.recorder import Recorder
@@ -166,6 +168,7 @@ class Difference:
         )
 
 
+@checked(plan=object_of(Plan, words="a Plan, such as one of Trainer.plans"))
 def locate(plan: Plan, batch: Batch) -> Difference | None:
     """Find the first operator whose result differs between eager and replay.
 

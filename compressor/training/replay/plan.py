@@ -17,6 +17,8 @@ from compressor.errors import (
     ReplayError,
     SignatureDriftError,
 )
+from compressor.settings.kinds import Kind, object_of
+from compressor.settings.options import checked
 from compressor.training.capture.module_scope import Whereabouts
 from compressor.training.capture.protocol import Captured, Engine
 from compressor.training.capture.recorder import Recorder
@@ -47,6 +49,7 @@ class Plan:
         ReplayError: the step cannot be captured; it may have run in part.
     """
 
+    @checked(step=object_of(TrainStep, words="a TrainStep"), engine=Kind(lambda value: hasattr(value, "eager"), "an Engine"))
     def __init__(self, step: TrainStep, batch: Batch, engine: Engine) -> None:
         self.step = step
         _refuse_shared(step, batch)

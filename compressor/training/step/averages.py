@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import UserInputError
+from compressor.settings.kinds import FLAG, MODULE, NUMBER, NUMBERS, Kind
+from compressor.settings.options import checked
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -32,8 +34,11 @@ class WeightAverages:
         UserInputError: a decay out of range, or given twice.
     """
 
+    @checked(
+        model=MODULE, decay=Kind(lambda value: NUMBER.holds(value) or NUMBERS.holds(value), "a number, or a list of numbers"), warmup=FLAG
+    )
     def __init__(self, model: nn.Module, decay: float | Sequence[float] = 0.999, *, warmup: bool = False) -> None:
-        given = [decay] if isinstance(decay, int | float) else list(decay)
+        given = list(decay) if isinstance(decay, Sequence) else [decay]
         if not given or len(set(given)) < len(given):
             raise UserInputError(f"WeightAverages: decay={decay} names no decay, or one twice; give each once")
         for one in given:
@@ -55,6 +60,7 @@ class WeightAverages:
             **{f"{one:g}:{name}": value for one, averages in self._averages.items() for name, value in averages.items()},
         }
 
+    @checked(decay=NUMBER)
     def weights(self, decay: float | None = None) -> Mapping[str, Tensor]:
         """Return the averages of one decay.
 

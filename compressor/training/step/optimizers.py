@@ -5,37 +5,55 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from compressor.errors import UserInputError
+from compressor.model.folder import one_line
+from compressor.settings.kinds import FLAG, NUMBER, TENSOR, WHOLE, Kind
+from compressor.settings.options import check_kind, checked
 from compressor.training.step.step import TrainStep
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 Factor = Callable[[int], float]
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 _SPELLED = (bool, int, float, str, tuple, type(None))
+_PARAMETERS = Kind(lambda value: isinstance(value, Iterable) and not isinstance(value, str | Tensor), "parameters, or groups of them")
+_RATE = Kind(lambda value: NUMBER.holds(value) or (TENSOR.holds(value) and value.numel() == 1), "a number, or a tensor of one")
 
 
-def _rate(lr: float) -> Tensor:
-    if not 0 <= lr < math.inf:
-        raise UserInputError(f"lr={lr} is no learning rate; give a finite number of 0 or more")
-    return torch.tensor(lr, dtype=torch.float64)
-
-
-def _own_rates(optimizer: torch.optim.Optimizer) -> None:
-    """Give each group a rate of its own, on the device of its parameters; torch lets all groups share one tensor.
+def _made(kind: Callable[..., Optimizer], params: Parameters, lr: float, **settings: Any) -> Optimizer:
+    """Make an optimizer of torch, with a rate of its own for each group, on the device of its parameters; torch lets all share one tensor.
 
     The kernels of the CPU compute with a rate in double precision, and so a step is bitwise that of a rate given as a Python number;
     those of CUDA take float32 only.
     """
+    rate = _rate(lr)
+    try:
+        optimizer = kind(params, lr=rate, fused=True, **settings)
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
+        raise UserInputError(f"{kind.__name__}: torch does not take this ({one_line(error)}); correct it") from error
     for group in optimizer.param_groups:
-        device = group["params"][0].device
-        dtype = torch.float64 if device.type == "cpu" else torch.float32
-        group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float64).clone().to(device, dtype)
+        device = next((one.device for one in group["params"]), torch.device("cpu"))
+        group["lr"] = _rate(group["lr"]).to(device, torch.float64 if device.type == "cpu" else torch.float32)
+    return optimizer
 
 
+def _rate(lr: Any) -> Tensor:
+    check_kind("lr", lr, _RATE)
+    if not 0 <= lr < math.inf:
+        raise UserInputError(f"lr={lr} is no learning rate; give a finite number of 0 or more")
+    return torch.as_tensor(lr, dtype=torch.float64).detach().clone()
+
+
+@checked(
+    params=_PARAMETERS,
+    betas=Kind(lambda value: isinstance(value, list | tuple) and len(value) == 2, "two numbers"),
+    eps=NUMBER,
+    weight_decay=NUMBER,
+)
 def adamw(
     params: Parameters, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
 ) -> torch.optim.AdamW:
@@ -50,12 +68,14 @@ def adamw(
 
     Returns:
         The optimizer.
+
+    Raises:
+        UserInputError: the rate is none, or torch does not take a setting.
     """
-    optimizer = torch.optim.AdamW(params, lr=_rate(lr), betas=betas, eps=eps, weight_decay=weight_decay, fused=True, capturable=True)
-    _own_rates(optimizer)
-    return optimizer
+    return _made(torch.optim.AdamW, params, lr, betas=betas, eps=eps, weight_decay=weight_decay, capturable=True)
 
 
+@checked(params=_PARAMETERS, momentum=NUMBER, weight_decay=NUMBER, nesterov=FLAG)
 def sgd(params: Parameters, lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> torch.optim.SGD:
     """Make an SGD that a capture can hold.
 
@@ -71,12 +91,14 @@ def sgd(params: Parameters, lr: float = 1e-2, momentum: float = 0.0, weight_deca
 
     Returns:
         The optimizer.
+
+    Raises:
+        UserInputError: the rate is none, or torch does not take a setting.
     """
-    optimizer = torch.optim.SGD(params, lr=_rate(lr), momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, fused=True)
-    _own_rates(optimizer)
-    return optimizer
+    return _made(torch.optim.SGD, params, lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov)
 
 
+@checked(warmup_steps=WHOLE, num_steps=WHOLE, final_frac=NUMBER)
 def warmup_cosine(warmup_steps: int, num_steps: int, final_frac: float = 0.0) -> Factor:
     """Return a factor of the learning rate: linear warm-up, then cosine down to a share of the peak.
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from compressor.random_state import RandomState
+from compressor.settings.kinds import TENSOR, object_of
+from compressor.settings.options import checked
 from compressor.training.step.digests import same_bits
 from compressor.training.step.step import TrainStep
 
@@ -26,6 +28,7 @@ class Snapshot:
     rng: RandomState
 
     @classmethod
+    @checked(step=object_of(TrainStep, words="a TrainStep"), loss=TENSOR)
     def take(cls, step: TrainStep, generators: Sequence[torch.Generator] = (), loss: Tensor | None = None) -> Snapshot:
         """Copy the state.
 

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from compressor.errors import LifecycleError, UserInputError
 from compressor.lifecycle import Event, EventType, Modifier, Session
+from compressor.settings.kinds import NUMBER, WHOLE, object_of
+from compressor.settings.options import checked
 from compressor.training.capture.storages import Lasting
 from compressor.training.step.averages import WeightAverages
 from compressor.training.step.batch import Batch
@@ -69,9 +71,15 @@ class TrainStep:
         lasting: names of the tensors that recordings of the step met outside of it.
 
     Raises:
-        UserInputError: a setting out of range, or nothing to train.
+        UserInputError: a setting of the wrong kind or out of range, or nothing to train.
     """
 
+    @checked(
+        session=object_of(Session, words="a Session"),
+        accumulate=WHOLE,
+        clip_norm=NUMBER,
+        averages=object_of(WeightAverages, words="WeightAverages"),
+    )
     def __init__(
         self,
         model: nn.Module,

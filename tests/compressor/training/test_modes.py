@@ -289,8 +289,8 @@ def test_settings_out_of_range_are_refused(new_trainer, cases):
         with pytest.raises(UserInputError, match=match):
             TrainStep(*parts)
     for batches, num_steps, match in (
-        ([cases["mlp"].batch_at(0)], 1, "batch_at is of list, which cannot be called"),
-        (cases["mlp"].batch_at, 2.5, "num_steps=2.5 is no number of steps"),
+        ([cases["mlp"].batch_at(0)], 1, "batch_at: .* a function from the number of a step"),
+        (cases["mlp"].batch_at, 2.5, "num_steps: 2.5 was given, where a whole number belongs"),
         (cases["mlp"].batch_at, -1, "num_steps=-1"),
     ):
         with pytest.raises(UserInputError, match=match):
