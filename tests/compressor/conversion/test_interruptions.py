@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,8 +145,54 @@ def test_two_workers_give_the_same_bytes(
     assert differences(tmp_path / "made", wanted) == []
 
 
-def _children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+def test_workers_end_with_the_process_that_started_them(
+    base: Folders, wanted: Path, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
+) -> None:
+    """Killed or ended in the middle, it has no time to end them; what they have written is used by the next run."""
+    out = tmp_path / "made"
+    program = f"from compressor import model_free; model_free({str(base('dense'))!r}, output_dir={str(out)!r}, workers=2, **{_ASKED!r})"
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as process:
+        while len(found := _children(process.pid)) < 2:
+            time.sleep(0.01)
+        process.kill()
+    _wait_for_the_end_of(found)
+    model_free(base("dense"), output_dir=out, resume=True, **_ASKED)
+    assert differences(out, wanted) == []
+
+
+def test_a_worker_ends_in_the_middle_of_a_unit_that_nobody_waits_for(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from compressor.conversion import worker; worker.Unit.model_validate_json = lambda line: line; "
+        "worker.run_unit = lambda *_: (print('begun', flush=True), time.sleep(300)); worker.main([sys.argv[1], sys.argv[1], 'cpu'])"
+    )
+    arguments = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(b"a unit\nanother\n")
+            assert process.stdout.readline() == b"begun\n"
+            process.stdin.close()
+            assert process.wait(timeout=30) == 1
+        finally:
+            process.kill()
+
+
+def _wait_for_the_end_of(pids: list[int]) -> None:
+    end = time.monotonic() + 30
+    while any(map(_lives, pids)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    with suppress(OSError):
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+def _children(parent: int | None = None) -> list[int]:
+    pid = os.getpid() if parent is None else parent
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _kill_a_child() -> None:
