@@ -282,6 +282,19 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.rstrip('.')}"
 
 
+def has_weights(folder: Path) -> bool:
+    """Say whether a folder holds the weight files that its index names, or the one that it has without an index.
+
+    Args:
+        folder: of a model in the layout of transformers.
+
+    Returns:
+        False where one of them is missing; what is in them is not looked at.
+    """
+    is_named = (folder / _SINGLE_FILE).exists() or (folder / _INDEX_FILE).exists()
+    return is_named and all((folder / name).is_file() for name in weight_files(folder))
+
+
 def weight_files(folder: Path) -> list[str]:
     """Name the files that a loader reads; other safetensors files may lie beside them.
 

@@ -25,6 +25,8 @@ from compressor.lifecycle import BaseStream, Modifier, PlannedModule, State
 from compressor.model.class_readers import check_readable, reading_notes
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
+from compressor.model.folder import check_index, has_weights, resolve_folder
+from compressor.model.loading.empty import load_empty
 from compressor.model.loading.load import check_in_memory, resolve_device, resolve_dtype
 from compressor.model.loading.sample_batches import batch_of_shapes, describe_batch, reads
 from compressor.model.loading.stand_in import load_skeleton
@@ -179,7 +181,8 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     """Resolve a recipe against a model and estimate the run; nothing is run and nothing is changed.
 
     Args:
-        model: folder with a config.json, or its name on the hub (weights are not needed), or a model in memory.
+        model: folder with a config.json, or its name on the hub (weights are not needed; of those that are all in the folder headers are
+            read), or a model in memory.
         settings: the choices of the run that is planned.
 
     Returns:
@@ -211,7 +214,7 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
     granted = None if settings.activation_memory is None else parse_bytes(settings.activation_memory, "activation_memory")
     device_bytes = _device_bytes(settings)
     chosen = choose_pipeline(parsed.modifiers, settings.pipeline, SequentialSettings.of(settings))
-    skeleton, in_memory = _skeleton(model, settings), isinstance(model, nn.Module)
+    (skeleton, found), in_memory = _skeleton(model, settings), isinstance(model, nn.Module)
     check_positive(num_calibration_samples=settings.num_calibration_samples, batch_size=settings.batch_size)
     length = chosen_length(settings.max_seq_length, max_positions(skeleton))
     device = resolve_device(settings.device)
@@ -231,7 +234,7 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    made = replace(made, attention=attention, unwritable=unwritable, notes=notes)
+    made = replace(made, attention=attention, unwritable=unwritable, notes=(*found, *notes))
     return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit)
 
 
@@ -244,18 +247,22 @@ def _device_bytes(settings: PlanSettings) -> int | None:
     return found
 
 
-def _skeleton(model: str | Path | nn.Module, settings: PlanSettings) -> nn.Module:
-    """The model without its weights, in the dtype that it would be compressed in."""
-    skeleton = load_skeleton(
-        model,
-        trust_remote_code=settings.trust_remote_code_model,
-        model_class=settings.model_class,
-        revision=settings.model_revision,
-    )
+def _skeleton(model: str | Path | nn.Module, settings: PlanSettings) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model without its weights, in the dtype that it would be compressed in, and what a run would note of its files.
+
+    Of these, where they are there, only headers are read, and the values of two tensors that have one place.
+    """
+    given: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code_model, "model_class": settings.model_class}
+    skeleton = load_skeleton(model, revision=settings.model_revision, **given)
     if isinstance(model, nn.Module):
         check_in_memory(model, dtype=settings.dtype)
-        return without_values(model)
-    return skeleton if settings.dtype == "auto" else skeleton.to(resolve_dtype(settings.dtype))
+        return without_values(model), ()
+    folder = resolve_folder(model, settings.model_revision, weights=False, code=settings.trust_remote_code_model).path
+    if has_weights(folder):
+        check_index(folder)
+        loaded = load_empty(folder, dtype=settings.dtype, reads_values=False, **given).loaded
+        return loaded.model, loaded.notes
+    return (skeleton if settings.dtype == "auto" else skeleton.to(resolve_dtype(settings.dtype))), ()
 
 
 def _estimated(

@@ -99,6 +99,36 @@ def check_places(model: Any, folder: Path, tensors: Mapping[str, StoredTensor]) 
             raise ModelError(f"{folder}: {first} and {name} differ, and both are {key} in the model; keep the one that is meant")
 
 
+def check_codes(model: Any, folder: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, torch.dtype]:
+    """Refuse codes that stand for a weight of floats; reads no values.
+
+    Args:
+        model: as it was loaded; its values are not looked at.
+        folder: of the files.
+        tensors: of the files, without those that have scales.
+
+    Returns:
+        Names of those that may be rounded, each with its dtype in the model.
+
+    Raises:
+        ModelError: there are codes without scales.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    state = model.state_dict()
+    floats = {value.dtype for value in state.values() if value.is_floating_point()}
+    doubtful = [name for name, one in tensors.items() if not all(_holds(dtype, one.dtype) for dtype in floats)]
+    keys = names_in_model(model, get_model_conversion_mapping(model), doubtful) if doubtful else ()
+    dtypes = {name: state[key].dtype for name, key, _ in keys if key in state and state[key].is_floating_point()}
+    coded = sorted(name for name in dtypes if not _is_float(tensors[name].dtype))
+    if coded:
+        raise ModelError(
+            f"{folder}: {len(coded)} weights ({some(coded)}) are {_name(tensors[coded[0]].dtype)} in the files, and no scales say which "
+            "floats they stand for; give the model that they were made from"
+        )
+    return dtypes
+
+
 def check_casts(model: Any, folder: Path, tensors: Mapping[str, StoredTensor], *, is_asked: bool) -> tuple[str, ...]:
     """Refuse what means something else in the dtype of the model, and say what is rounded there. Reads only tensors that may be.
 
@@ -114,19 +144,7 @@ def check_casts(model: Any, folder: Path, tensors: Mapping[str, StoredTensor], *
     Raises:
         ModelError: codes without scales stand for a weight of floats, or a value is too large for its dtype in the model.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    state = model.state_dict()
-    floats = {value.dtype for value in state.values() if value.is_floating_point()}
-    doubtful = [name for name, one in tensors.items() if not all(_holds(dtype, one.dtype) for dtype in floats)]
-    keys = names_in_model(model, get_model_conversion_mapping(model), doubtful) if doubtful else ()
-    dtypes = {name: state[key].dtype for name, key, _ in keys if key in state and state[key].is_floating_point()}
-    coded = sorted(name for name in dtypes if not _is_float(tensors[name].dtype))
-    if coded:
-        raise ModelError(
-            f"{folder}: {len(coded)} weights ({some(coded)}) are {_name(tensors[coded[0]].dtype)} in the files, and no scales say which "
-            "floats they stand for; give the model that they were made from"
-        )
+    dtypes = check_codes(model, folder, tensors)
     losses = {name: _losses(folder, tensors[name], dtype) for name, dtype in dtypes.items() if not _holds(dtype, tensors[name].dtype)}
     large = sorted(name for name, loss in losses.items() if loss.is_large)
     if large:

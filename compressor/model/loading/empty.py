@@ -17,7 +17,7 @@ from torch import nn
 from compressor.errors import ModelError
 from compressor.model.folder import check_no_adapter, check_not_quantized, one_line, read_config, resolve_folder, some
 from compressor.model.headers import StoredTensor
-from compressor.model.loading.casts import are_equal, check_casts, check_places, names_in_model, read_headers, tie_notes
+from compressor.model.loading.casts import are_equal, check_casts, check_codes, check_places, names_in_model, read_headers, tie_notes
 from compressor.model.loading.load import (
     LOAD_ERRORS,
     LoadedModel,
@@ -64,6 +64,7 @@ def load_empty(
     trust_remote_code: bool = False,
     model_class: str | type | None = None,
     revision: str | None = None,
+    reads_values: bool = True,
 ) -> EmptyModel:
     """Load a model without its weights.
 
@@ -73,6 +74,7 @@ def load_empty(
         trust_remote_code: run Python files of the folder, where its config asks for them.
         model_class: class of transformers, or its name; None for AutoModelForCausalLM, which must be what config.json names.
         revision: branch, tag or commit on the hub; None is main.
+        reads_values: see what a cast takes from values; without it values are read only where two tensors have one place.
 
     Returns:
         The model, and where its tensors lie.
@@ -98,7 +100,9 @@ def load_empty(
         tokenizer = load_tokenizer(folder, trust_remote_code)
         unscaled = {name: stored for name, stored in tensors.items() if name not in scales}
         check_places(model, folder, unscaled)
-        notes = (*check_casts(model, folder, unscaled, is_asked=wanted != "auto"), *tie_notes(model))
+        check_codes(model, folder, unscaled)
+        cast = check_casts(model, folder, unscaled, is_asked=wanted != "auto") if reads_values else ()
+        notes = (*cast, *tie_notes(model))
     unexpected = tuple(sorted(info["unexpected_keys"]))
     return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, notes, found.origin), tensors, scales, block, sources, made)
 
