@@ -198,25 +198,36 @@ def beats_magnitude(subject: Sparsifier, context: CheckContext) -> str:
 @register(
     None,
     "inputs_count",
-    "Where half of the inputs are a hundred times the others, a second-order pruner has at most half the loss of magnitude pruning",
+    "Where few inputs are a hundred times the others, a pruner that reads the Hessian has at most half the loss of magnitude pruning",
     kind="sparsifier",
 )
 def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
-    """Give every second column large inputs: whoever looks at weights alone drops as many there as elsewhere."""
-    if not subject.second_order:
-        raise NothingToCheckError("the subject does not read the Hessian")
+    """Give few columns large inputs, all of which may stay: who looks at weights alone, or mixes up rows and columns, drops some."""
+    m = multiple_of(subject)
+    size, columns = (m, 16 * m) if m > 1 else (64, 64)
     generator = torch.Generator().manual_seed(context.seed)
-    weight = (torch.rand(24, 64, generator=generator) + 0.5) * torch.randint(0, 2, (24, 64), generator=generator).mul(2).sub(1)
-    scale = torch.ones(64)
-    scale[::2] = 100.0
-    hessian = hessian_of(64, context) * scale * scale[:, None]
-    pruned = subject.prune(weight.clone(), hessian.clone())
-    own, other = _loss(weight, pruned, hessian), _loss(weight, _by_magnitude(subject, weight), hessian)
-    if _loss(weight, torch.zeros_like(weight), hessian) <= 0.5 * other:
-        raise CheckFailed("the limit measures nothing: all zeros would pass")
-    if not own <= 0.5 * other:
-        raise CheckFailed(f"loss {own:.6g}, where magnitude pruning has {other:.6g}: the sizes of inputs play no part")
-    return f"{own / other:.3f} of the loss of magnitude pruning"
+    num_kept = round((1 - subject.sparsity) * size)
+    if not 0 < num_kept < size:
+        raise NothingToCheckError("the subject keeps nothing, or all")
+    is_large = torch.rand(columns // size, size, generator=generator).argsort(-1).flatten() < max(1, num_kept // 2)
+    shares, reads = [], subject.second_order
+    for rows in (24, columns, 2 * columns):  # square ones, too, which fit either way
+        signs = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+        weight = (torch.rand(rows, columns, generator=generator) + 0.5) * signs
+        scales = [1 + 99.0 * one for one in (is_large, is_large.roll(1))]
+        hessians = [hessian_of(columns, context) * scale * scale[:, None] for scale in scales]
+        pruned = [subject.prune(weight.clone(), hessian.clone()) for hessian in hessians]
+        reads = reads or not torch.equal(pruned[0] == 0, pruned[1] == 0)
+        own, other = _loss(weight, pruned[0], hessians[0]), _loss(weight, _by_magnitude(subject, weight), hessians[0])
+        if _loss(weight, torch.zeros_like(weight), hessians[0]) <= 0.5 * other:
+            raise CheckFailed("the limit measures nothing: all zeros would pass")
+        shares.append((own / other, [rows, columns]))
+    if not reads:
+        raise NothingToCheckError("the subject does not read the Hessian")
+    worst, shape = max(shares)
+    if not worst <= 0.5:
+        raise CheckFailed(f"{shape}: the loss is {worst:.3g} of that of magnitude pruning: the sizes of inputs do not count as they should")
+    return f"at most {worst:.3f} of the loss of magnitude pruning"
 
 
 def _loss(weight: Tensor, pruned: Tensor, hessian: Tensor) -> float:

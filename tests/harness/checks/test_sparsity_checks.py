@@ -200,6 +200,39 @@ def test_a_planted_bug_is_caught(pruner, number):
     assert "could not be completed" not in record.summary, record.summary
 
 
+def by_inputs(norms_of, sparsity, pattern):
+    """Wanda, its norms as `norms_of` puts them beside a weight."""
+
+    def prune(weight, hessian):
+        scores = weight.abs() * norms_of(weight, hessian.diagonal().sqrt())
+        runs = scores.unflatten(-1, (-1, pattern[1] if pattern else weight.shape[1]))
+        count = pattern[1] - pattern[0] if pattern else round(sparsity * weight.shape[1])
+        gone = torch.zeros_like(runs, dtype=torch.bool).scatter_(-1, runs.sort(dim=-1, stable=True).indices[..., :count], True)
+        return weight.masked_fill(gone.flatten(-2), 0.0)
+
+    return Pruner(prune, sparsity=sparsity, pattern=pattern)
+
+
+NORMS = {
+    "right": (lambda weight, norms: norms, Outcome.PASS),
+    "of rows, where square": (lambda weight, norms: norms[:, None] if len(weight) == len(norms) else norms, Outcome.FAIL),
+    "of the next column": (lambda weight, norms: norms.roll(1), Outcome.FAIL),
+    "of as many rows": (lambda weight, norms: norms if len(weight) < len(norms) else norms.flip(0), Outcome.FAIL),
+    "none": (lambda weight, norms: 1.0, Outcome.SKIP),
+}
+
+
+@pytest.mark.parametrize(
+    ("sparsity", "pattern"), [(0.5, None), (0.9, None), (0.1, None), (0.25, (3, 4)), (0.75, (1, 4)), (0.5, (1, 2))], ids=str
+)
+@pytest.mark.parametrize("norms", NORMS)
+def test_sizes_of_inputs_belong_to_columns(norms, sparsity, pattern):
+    """Of a pruner that does not say that it reads the Hessian, too."""
+    norms_of, outcome = NORMS[norms]
+    record = check(by_inputs(norms_of, sparsity, pattern), checks=["sparsifier.inputs_count"]).records[0]
+    assert record.outcome is outcome, record.summary
+
+
 def test_what_does_not_apply_is_skipped():
     subject = Rows()
     subject.quantize = None
