@@ -40,9 +40,13 @@ from compressor.tracing.footprint import Footprint
 from compressor.tracing.picking import as_batch, check_model, excerpt
 from compressor.tracing.targets.call_order import plain_forward
 
-_LARGEST = {torch.float16: 1}  # exponents of factors, where the dtype has few of its own
-_EXPONENT = 3
-_SUBNORMAL = 2.0**-22  # four steps of float16 below its normal numbers
+# Exponents of factors: so far apart that whatever is the same within a range alone, such as a clamp, is left on some channel. float16 has
+# few of its own, and none to lose below.
+_EXPONENTS = (-40, 40)
+_OF_FLOAT16 = (0, 10)
+# What a factor may take from the smallest numbers, which are rounded more coarsely.
+_SMALLEST = 2.0**-116
+_OF_SMALLEST_FLOAT16 = 2.0**-22  # four of its steps below its normal numbers
 _NOT_BY_CHANNEL = "its weight does not scale its output channel by channel"
 
 
@@ -231,10 +235,11 @@ class Prober:
 
     def _factor(self, source: str) -> Tensor:
         """Powers of two, drawn by the source's name."""
-        width, dtype = self.widths[source], self.inputs[source][0].dtype
-        largest = _LARGEST.get(dtype, _EXPONENT)
+        width = self.widths[source]
+        is_narrow = any(seen[0].dtype == torch.float16 for seen in self.inputs.values())
+        least, most = _OF_FLOAT16 if is_narrow else _EXPONENTS
         generator = torch.Generator().manual_seed(len(source) * 7919 + width)
-        exponents = torch.randint(0 if largest == 1 else -largest, largest + 1, (width,), generator=generator)
+        exponents = torch.randint(least, most + 1, (width,), generator=generator)
         return torch.exp2(exponents.float()).to(self.inputs[source][0].device)
 
     # What a factor does to the weights of one module alone, in float64.
@@ -398,8 +403,11 @@ def _layouts(channels: int, columns: int) -> list[tuple[int | None, int]]:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit; of float16 but for the last places of its smallest numbers, which a factor of two shifts."""
-    return torch.equal(one, other) if one.dtype != torch.float16 else bool(((one - other).abs() <= _SUBNORMAL).all())
+    """Bit for bit but for the last places of the smallest numbers, which a factor shifts, and where float16 has overflowed."""
+    if one.dtype != torch.float16:
+        return bool(((one == other) | ((one - other).abs() <= _SMALLEST)).all())
+    is_told = one.isfinite()
+    return bool(is_told.any()) and bool(((one - other).abs() <= _OF_SMALLEST_FLOAT16)[is_told].all())
 
 
 def _has_weight(module: nn.Module) -> bool:

@@ -262,6 +262,50 @@ def test_readers_that_are_not_all_of_it_are_refused(kind: type[nn.Module], why: 
     assert why in found.why_not["norm"]
 
 
+class _Between(nn.Module):
+    """A gated MLP with something between the layer that goes up and the one that goes down."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate, self.down = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 8)
+        self.between = between
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.norm(torch.sin(input_ids[..., None] * torch.arange(1, 17, device=input_ids.device)).to(self.up.weight.dtype))
+        found: Tensor = self.down(self.between(self.up(x)) * torch.sigmoid(self.gate(x)))
+        return found
+
+
+LINEAR: dict[str, Callable[[Tensor], Tensor]] = {"nothing": lambda x: x, "a relu": torch.relu, "a leaky one": nn.functional.leaky_relu}
+WITHIN: dict[str, Callable[[Tensor], Tensor]] = {  # outputs are below 10, and most are above 0.001
+    "a clamp": lambda x: x.clamp(-100, 100),
+    "a clamp of large values": lambda x: x.clamp(max=60.0),
+    "a clamped relu": lambda x: torch.relu(x).clamp(max=100.0),
+    "hardtanh": lambda x: nn.functional.hardtanh(x, -50.0, 50.0),
+    "a minimum": lambda x: torch.minimum(x, torch.tensor(200.0, dtype=x.dtype)),
+    "where": lambda x: torch.where(x < 90, x, 0.0),
+    "no infinity": lambda x: torch.nan_to_num(x * 2.0**12, posinf=1.0) / 2.0**12 if x.dtype == torch.float16 else x.clamp(max=1e6),
+}
+ABOVE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a threshold": lambda x: nn.functional.threshold(x.abs(), 1e-6, 0.0),
+    "a hard shrinkage": lambda x: nn.functional.hardshrink(x, 1e-7),
+    "an epsilon": lambda x: x.abs().clamp(min=1e-6) * x.sign(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", [*LINEAR, *WITHIN, *ABOVE])
+def test_what_is_linear_within_a_range_alone_passes_no_scale(name: str, dtype: torch.dtype) -> None:
+    """Scales that are applied leave the range, though those of the proof may not. float16 has no small numbers to lose."""
+    torch.manual_seed(0)
+    found = find_pairs(_Between((LINEAR | WITHIN | ABOVE)[name]).eval().to(dtype), {"input_ids": _ids}, CPU)
+    if name in LINEAR:
+        assert found.by_source["up"].readers == ("down",)
+    elif name in WITHIN or dtype != torch.float16:
+        assert "whose input is no longer a scaled one" in found.why_not["up"]
+    assert found.by_source["norm"].readers == ("up", "gate")
+
+
 def test_a_forward_that_draws_random_numbers_proves_nothing() -> None:
     with pytest.raises(TracingError, match="other bits when it is run again"):
         find_pairs(_Noisy(), {"input_ids": _ids}, CPU)
