@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ class OnlineRotation:
     """A hook that turns what a layer is handed, x Q, or gives, y Q^T: its weight has been turned so that the two take each other back.
 
     Layers that are handed the very same tensor may share one. Without gradients it is then turned once, and they are handed the very same
-    tensor again: GPTQ has one Hessian for them.
+    tensor again: GPTQ has one Hessian for them. What is written through `.data` or numpy counts no version, so the first one of a layer is
+    turned for itself, and compared.
 
     Attributes:
         group: its name in the transform_config of a checkpoint: R4, v, u.
@@ -39,10 +40,15 @@ class OnlineRotation:
         self.group, self.side, self.rotation, self.back = group, side, rotation, back
         self._placed: dict[tuple[torch.device, torch.dtype], Rotation] = {}
         self._last: tuple[ref[Tensor], tuple[int, int], Tensor] | None = None
+        self._shares: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what is turned right now, of which nothing outlives a forward."""
-        return {**vars(self), "_last": None}
+        """Leave out what is turned right now, of which nothing outlives a forward, and what is known of the layers of this model."""
+        return {name: value for name, value in vars(self).items() if name not in ("_last", "_shares")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Begin without both."""
+        vars(self).update(state, _last=None, _shares=WeakKeyDictionary())
 
     def attach(self, module: nn.Module) -> RemovableHandle:
         """Turn inputs or outputs of a module from now on, before any other hook sees them. Changes the module.
@@ -66,16 +72,19 @@ class OnlineRotation:
                 )
             return self.turn(other)
         if args:
-            return (self._turned_once(args[0]), *args[1:]), other
+            return (self._turned_once(module, args[0]), *args[1:]), other
         name = next(iter(other))
-        return (), {**other, name: self._turned_once(other[name])}
+        return (), {**other, name: self._turned_once(module, other[name])}
 
-    def _turned_once(self, x_ND: Tensor) -> Tensor:
+    def _turned_once(self, module: nn.Module, x_ND: Tensor) -> Tensor:
         """Turn a tensor that has just been turned no second time, unless somebody may have written to it, or to what it became."""
         if torch.is_grad_enabled() or torch.is_inference(x_ND) or torch.compiler.is_compiling():
             return self.turn(x_ND)
         last = self._last
-        if last is None or last[0]() is not x_ND or last[1] != (x_ND._version, last[2]._version):
+        is_last = last is not None and last[0]() is x_ND and last[1] == (x_ND._version, last[2]._version)
+        if is_last and module not in self._shares:
+            self._shares[module] = last is not None and torch.equal(last[2], self.turn(x_ND))
+        if last is None or not is_last or not self._shares[module]:
             turned_ND = self.turn(x_ND)
             self._last = last = (ref(x_ND, self._forget), (x_ND._version, turned_ND._version), turned_ND)
         return last[2]

@@ -1,7 +1,8 @@
 """Hessians of the inputs of modules, one for all that read the same tensor, and how far these inputs lie from the uncompressed model's.
 
 Sharing (q/k/v, gate/up) is found, not configured: two modules share when they are handed the very same tensor object, unchanged, in every
-forward. A module that stops doing so is an error, never a silent mixture.
+forward. A module that stops doing so is an error, never a silent mixture. What is written through `.data`, numpy or under inference mode
+counts no version, so in the first forward of a module values are compared as well.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from compressor.errors import CalibrationError
 from compressor.lifecycle import State
 from compressor.modifiers.schemes.input_statistics import InputHook, own_sequences
 from compressor.nn.experts import expert_rows
+from compressor.numerics.checksum import checksum
 
 Target = Literal["base", "propagated"]
 
@@ -38,6 +40,7 @@ class BaseInputs:
         self._waiting: dict[str, deque[tuple[Tensor, Tensor | None]]] = {}
         self._is_taking = False
         self._last: tuple[ref[Tensor], int, Tensor] | None = None
+        self._reads_anew: dict[str, bool] = {}
 
     def keep(self, name: str, x: Tensor, rows: Tensor | None) -> None:
         """Keep an input of the uncompressed model, as it is now.
@@ -50,7 +53,10 @@ class BaseInputs:
         if self._is_taking:  # a new batch; of the one before, the compressed model may have called less
             self._waiting.clear()
             self._is_taking = False
-        if self._last is None or self._last[0]() is not x or self._last[1] != _version(x):
+        is_last = self._last is not None and self._last[0]() is x and self._last[1] == _version(x)
+        if is_last and name not in self._reads_anew:
+            self._reads_anew[name] = self._last is not None and _content(self._last[2]) != _content(x)
+        if self._last is None or not is_last or self._reads_anew[name]:
             self._last = (ref(x), _version(x), x.detach().clone())
         self._waiting.setdefault(name, deque()).append((self._last[2], rows))
 
@@ -140,6 +146,7 @@ class InputHessians:
         self._members: dict[int, list[str]] = {}
         self._calls: dict[str, int] = {}
         self._last: tuple[ref[Tensor], int, Hessian] | None = None
+        self._content: int | None = None  # of it, in the first forward of its module
 
     def observe(self, state: State, name: str, x: Tensor, base: Tensor | None = None) -> None:
         """Add one input of one module.
@@ -158,7 +165,7 @@ class InputHessians:
         self._calls[name] = self._calls.get(name, 0) + 1
         shared = self._same_as_last(x)
         known = self._of.get(name)
-        if known is None and shared is not None and self._calls[self._members[id(shared)][0]] == 1:
+        if known is None and shared is not None and self._content is not None and self._content == _content(x):
             self._of[name] = shared
             self._members[id(shared)].append(name)
             return
@@ -221,6 +228,7 @@ class InputHessians:
             for (part, base_NC), (_, tokens_NC) in zip(own_sequences(state, base, name), sequences, strict=True):
                 hessian.add_shift(base_NC, tokens_NC, part)
         self._last = (ref(x), _version(x), hessian)  # wide inputs that are made anew must not wait for the next ones
+        self._content = _content(x) if self._share and self._calls[name] == 1 else None
 
     def _same_as_last(self, x: Tensor) -> Hessian | None:
         if self._last is None or not self._share:
@@ -232,6 +240,10 @@ class InputHessians:
 def _version(x: Tensor) -> int:
     # Tensors made under inference_mode carry no version; nothing can have been written to them outside it.
     return 0 if torch.is_inference(x) else x._version
+
+
+def _content(x: Tensor) -> int:
+    return checksum(x.values() if x.is_nested else x)
 
 
 class HessianHooks:

@@ -243,6 +243,23 @@ def test_inputs_that_cannot_be_lined_up_are_noted() -> None:
     assert list(kept.unmatched) == ["m"]
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_was_written_where_no_version_counts_it_is_kept_as_well(inference: bool) -> None:
+    kept = BaseInputs()
+    for _ in range(2):  # batches
+        with torch.inference_mode(inference):
+            x = torch.randn(2, 3, 8)
+            inputs = {"q": x.clone()}
+            kept.keep("q", x, None)
+            x.data.mul_(2.0)
+            for name in ("k", "v"):
+                inputs[name] = x.clone()
+                kept.keep(name, x, None)
+        found = {name: kept.take(name, torch.randn(2, 3, 8), None, (2, 3)) for name in inputs}
+        assert all(torch.equal(found[name], inputs[name]) for name in inputs)
+        assert found["k"] is found["v"]
+
+
 def test_rounding_to_nearest_knows_no_base_stream() -> None:
     assert QuantizationModifier(scheme="W4A16").base_stream == "unused"
 

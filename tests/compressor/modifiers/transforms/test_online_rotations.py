@@ -119,6 +119,23 @@ def test_transformers_does_not_apply_the_rotation_and_the_run_says_so(quantizers
     assert difference(logits(result.model), logits(there)) > 0.05  # where this fails it has learned to: take the note away
 
 
+def test_layers_share_what_is_turned_unless_it_was_written_to_in_between() -> None:
+    first, second, third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+    turned: list[Tensor] = []
+    rotation = OnlineRotation("v", "input", make_rotation("hadamard", 8, seed=0), back=False)
+    for layer in (first, second, third):
+        rotation.attach(layer)
+        layer.register_forward_pre_hook(lambda module, args: turned.append(args[0]))
+    for _ in range(2):
+        x = torch.randn(2, 8)
+        with torch.no_grad():
+            outputs = [first(x)]
+            x.data[:, ::2] *= 3.0
+            outputs += [second(x), third(x)]
+        assert not torch.equal(turned[-3], turned[-2]) and turned[-2] is turned[-1]
+        assert torch.equal(turned[-1], rotation.turn(x)) and torch.equal(outputs[-1], turned[-1] @ third.weight.T)
+
+
 def test_what_is_saved_again_is_the_same(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
     run(tmp_path / "base", tmp_path / "out", RECIPES["all"], *QUANTIZERS["weights"])
