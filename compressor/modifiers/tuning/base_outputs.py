@@ -21,7 +21,7 @@ from compressor.algorithms.scale_tuning import divergence
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import CalibrationError, NumericsError
-from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
+from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined, send_back
 
 Kind = Literal["hidden", "logits", "states"]
 
@@ -114,6 +114,9 @@ class BaseOutputs:
 
         Returns:
             What `error` would have given.
+
+        Raises:
+            CalibrationError: there are no gradients.
         """
         count = max(1, self._count(numbers))
         return sum(self._measured(tree, kept, mask, 1.0 / count) for tree, kept, mask in self._groups(numbers)) / count
@@ -130,15 +133,15 @@ class BaseOutputs:
         """Sum the error over tokens; with a share, gradients of that share of it flow back."""
         output = self._output(inputs)
         own, base = _rows(output, mask), _rows(kept, mask)
-        leaf = own.detach().requires_grad_(share is not None)
+        leaf = own.detach() if share is None or own.is_inference() else own.detach().requires_grad_()
         total = 0.0
         for own_part, base_part in self._chunks(leaf, base):
             loss = self._loss(own_part, base_part)
             total += float(loss.detach())
-            if share is not None:
+            if share is not None and leaf.requires_grad:
                 (loss * share).backward()
-        if share is not None and leaf.grad is not None:
-            own.backward(leaf.grad)
+        if share is not None and (leaf.grad is not None or not leaf.requires_grad):
+            send_back(own, leaf.grad, self.where)
         return total
 
     def _chunks(self, own: Tensor, base: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec
 from compressor.distributed.ranks import Ranks
 from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
-from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
+from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined, send_back
 from compressor.nn.quantized_linear import is_conv1d
 
 
@@ -147,6 +147,7 @@ class BlockLoss:
 
         Raises:
             NumericsError: it is NaN or infinite.
+            CalibrationError: there are no gradients.
         """
         total = 0.0
         for inputs, target, mask in joined([self._pieces[one] for one in numbers]):
@@ -155,7 +156,7 @@ class BlockLoss:
             loss = error.sum()
             total += float(loss.detach())
             if torch.is_grad_enabled():
-                loss.backward()
+                send_back(loss, None, self._name)
         if not math.isfinite(total):
             raise NumericsError(
                 f"{self._name}: the squared error of its outputs is {total} on {len(numbers)} calibration sequences, and nothing can be "
