@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from compressor.algorithms.rtn import round_to_nearest
 from compressor.errors import SchemeError
@@ -54,6 +55,36 @@ def weight_of(module: nn.Module) -> Tensor:
     if not isinstance(weight, Tensor):
         raise wrong_kind("module", module, "a module with a weight")
     return weight.t() if is_conv1d(module) else weight
+
+
+# What stands beside a weight that a hook of torch computes, and what puts it back.
+_BAKED_BY = {
+    "weight_mask": "prune.remove(module, 'weight')",
+    "weight_g": "remove_weight_norm(module)",
+    "weight_u": "remove_spectral_norm(module)",
+}
+
+
+def missing_parameter(module: nn.Module) -> str:
+    """Say why the weight of a quantizable module is no parameter of its own, and what makes it one.
+
+    Args:
+        module: see `is_quantizable`.
+
+    Returns:
+        A sentence without its subject; empty where the weight is a parameter.
+    """
+    if "weight" in module._parameters:
+        return ""
+    if is_parametrized(module, "weight"):
+        return "is computed by a parametrization; bake it in with torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+    for of_it, undo in _BAKED_BY.items():
+        if hasattr(module, of_it):
+            return f"is computed in every forward, from {of_it} and others; bake it in with torch.nn.utils.{undo}"
+    return (
+        "is a buffer or a plain tensor, not a parameter; make it one (weight = module.weight; del module.weight; module.weight = "
+        "torch.nn.Parameter(weight, requires_grad=False))"
+    )
 
 
 @checked(**STORED)

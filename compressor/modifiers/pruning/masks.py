@@ -22,7 +22,8 @@ from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, Plann
 from compressor.lifecycle.state import Detail
 from compressor.model.folder import some
 from compressor.model.targets import check_patterns, loose_patterns, overlaps_itself, resolve_layers, share_values
-from compressor.nn import QuantizedLayer
+from compressor.nn import QuantizedLayer, is_quantizable
+from compressor.nn.build import missing_parameter
 from compressor.nn.fake_quant import FakeQuantizedLayer
 from compressor.nn.quantized_linear import is_conv1d
 
@@ -142,9 +143,9 @@ class PruningModifier(Modifier):
         for name, module in resolved.items():
             weight = module._parameters.get("weight")
             if weight is None or not _has_rows(module) or not weight.numel():
-                raise TargetError(
-                    f"{name}: {type(module).__name__} has no float weight of two dimensions or more with values to prune; add it to ignore"
-                )
+                why = missing_parameter(module) if is_quantizable(module) else ""
+                none = f"{type(module).__name__} has no float weight of two dimensions or more with values to prune; add it"
+                raise TargetError(f"{name}: its weight {why}, or add {name!r} to ignore" if why else f"{name}: {none} to ignore")
             if id(weight) not in seen:
                 found[name] = module
             seen.add(id(weight))
@@ -331,11 +332,12 @@ def _check_ties(model: nn.Module, pruned: Mapping[str, nn.Module], targets: Coll
             others = [one for one in owners.get(tensor.untyped_storage()._cdata, ()) if not (is_target and one[1] is tensor)]
             owner = next((one for one, weight in others if share_values(weight, tensor)), None)
             if owner is not None and is_target:
-                raise TargetError(f"{owner}: its weight lies in the memory of {name}.{key}, and {_MORE_ZEROS}")
+                raise TargetError(f"{owner}: its weight lies in the memory of {f'{name}.{key}'.lstrip('.')}, and {_MORE_ZEROS}")
             if owner is not None:
+                both = f"add {name!r} to targets, " if key == "weight" and _has_rows(module) else ""
                 raise TargetError(
-                    f"{owner}: its weight is tied to {name}.{key}, which is no target and would be pruned with it; add {owner!r} to "
-                    f"ignore, add {name!r} to targets, or untie the weights first"
+                    f"{owner}: its weight is tied to {f'{name}.{key}'.lstrip('.')}, which is no target and would be pruned with it; add "
+                    f"{owner!r} to ignore, {both}or untie the weights first"
                 )
 
 

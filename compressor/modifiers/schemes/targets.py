@@ -18,6 +18,7 @@ from compressor.model.folder import some
 from compressor.model.targets import closeness, loose_patterns, matches, owners_of_parameters, resolve_layers
 from compressor.modifiers.schemes.settings import SchemeSettings
 from compressor.nn import check_fit, is_quantizable, weight_of
+from compressor.nn.build import missing_parameter
 from compressor.numerics import QuantizationArgs, QuantizationScheme
 from compressor.numerics.packing import quantized_bytes
 
@@ -247,13 +248,10 @@ def _check_kinds(modules: dict[str, nn.Module], modifier: str, *, embeddings: bo
     if others:
         listed = ", ".join(f"{name} ({kind})" for name, kind in others.items())
         raise TargetError(f"{modifier}: targets that are no linear layers: {listed}; name linear layers or add these to ignore")
-    computed = [name for name, module in modules.items() if "weight" not in module._parameters]
-    if computed:
-        raise TargetError(
-            f"{modifier}: {some(computed)}: the weight is computed from other parameters (weight norm, a mask, a parametrization), not "
-            "kept; bake it in first (torch.nn.utils.parametrize.remove_parametrizations, torch.nn.utils.prune.remove), or add these to "
-            "ignore"
-        )
+    for name, module in modules.items():
+        why = missing_parameter(module)
+        if why:
+            raise TargetError(f"{modifier}: {name}: its weight {why}, or add {name!r} to ignore")
     empty = [f"{name} {list(weight_of(module).shape)}" for name, module in modules.items() if not weight_of(module).numel()]
     if empty:
         raise TargetError(f"{modifier}: {some(empty)}: the weight holds no values; add these to ignore")

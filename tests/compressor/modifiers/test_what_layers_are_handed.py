@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from compressor import AutoRoundModifier, ConstantPruningModifier, GPTQModifier, Modifier, SparseGPTModifier, WandaPruningModifier, oneshot
 from compressor.errors import TargetError
@@ -141,12 +143,48 @@ COMPUTED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
+def _as_buffer(module: nn.Module) -> None:
+    weight = module.get_parameter("weight").detach()
+    del module.weight
+    module.register_buffer("weight", weight)
+
+
+def _as_tensor(module: nn.Module) -> None:
+    weight = module.get_parameter("weight").detach()
+    del module.weight
+    module.weight = weight
+
+
+NO_PARAMETER: dict[str, Callable[[Any], Any]] = {
+    **{name: compute for name, (compute, _) in COMPUTED.items()},
+    "weight_norm by hook": torch.nn.utils.weight_norm,
+    "a mask": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+    "a buffer": _as_buffer,
+    "a tensor": _as_tensor,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("recipe", [GPTQModifier(scheme="W8A8"), SparseGPTModifier(sparsity=0.5)], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("spoil", NO_PARAMETER.values(), ids=NO_PARAMETER)
+def test_what_makes_a_weight_a_parameter_is_said_and_works(spoil: Callable[[Any], Any], recipe: Modifier) -> None:
+    model = Model()
+    spoil(model.layers[0])
+    with pytest.raises(TargetError, match=r"layers\.0: its weight is ") as refused:
+        oneshot(model, recipe=recipe.model_copy(deep=True), dataset=_Unread())
+    remedy = re.search(r"bake it in with (.*), or add|make it one \((.*)\), or add", str(refused.value))
+    assert remedy is not None
+    exec(remedy[1] or remedy[2], {"torch": torch, "module": model.layers[0]})
+    loader: Any = torch.utils.data.DataLoader(batches(), batch_size=None)  # type: ignore[arg-type]
+    assert oneshot(model, recipe=recipe.model_copy(deep=True), dataset=loader).report.modules.keys() == {"layers.0", "layers.1"}
+
+
 @pytest.mark.parametrize(("compute", "fold"), COMPUTED.values(), ids=COMPUTED)
 def test_computed_weights_are_refused_and_may_stay(compute: Callable[[Any], Any], fold: Callable[[Any], Any]) -> None:
     model, other = Model(), Model()
     compute(model.layers[0])
     compute(other.layers[0])
-    with pytest.raises(TargetError, match=r"layers.0: the weight is computed from other parameters"):
+    with pytest.raises(TargetError, match=r"layers.0: its weight is computed "):
         compressed(model, batches())
     compressed(model, batches(), ignore=["layers.0"])
     fold(other.layers[0])

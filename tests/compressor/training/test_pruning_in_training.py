@@ -261,18 +261,21 @@ def test_a_weight_that_a_module_outside_of_the_targets_shares_is_not_pruned(targ
 
 
 @pytest.mark.parametrize("kind", [MagnitudePruningModifier, ConstantPruningModifier, SparseGPTModifier])
-@pytest.mark.parametrize("name", ["the whole of it", "rows of both", "a buffer"])
+@pytest.mark.parametrize("name", ["the whole of it", "rows of both", "a buffer", "of the model itself"])
 def test_a_weight_whose_memory_a_module_outside_of_the_targets_shares_is_not_pruned(name, kind):
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     rows = torch.randn(6, 4)
     model[0].weight = nn.Parameter(rows[:4])
     if name == "a buffer":
         model[1].register_buffer("table", rows[0])
+    elif name == "of the model itself":
+        model.table = nn.Parameter(rows)
     else:
         model[1].weight = nn.Parameter(rows[:4] if name == "the whole of it" else rows[2:])
     settings = {MagnitudePruningModifier: {"final_sparsity": 0.5}, SparseGPTModifier: {"sparsity": 0.5}}.get(kind, {})
-    with pytest.raises(TargetError, match=r"^0: its weight is tied to 1\.(weight|table), which is no target"):
+    with pytest.raises(TargetError, match=r"^0: its weight is tied to (1\.weight|1\.table|table), which is no target") as refused:
         Session(State(model), [kind(targets=["0"], **settings)]).initialize()
+    assert ("add '1' to targets" in str(refused.value)) == ("1.weight" in str(refused.value)) and "''" not in str(refused.value)
 
 
 def _bias_in_the_weight(model):
