@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from compressor.entrypoints.inspection import read_run_record
 from compressor.errors import RecipeError
 from compressor.modifiers.registry import modifier_name
+from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.nn import QuantizedLayer
-from compressor.recipe import load_recipe
+from compressor.nn.attention.kv_cache import kv_args
+from compressor.recipe import Stage, load_recipe
+from harness.bisect.attention import LITTLE, MOST, guilty_states
 from harness.bisect.difference import Comparer
 from harness.bisect.models import Pair
 from harness.tolerance.measures import decibels, noise_and_signal
@@ -41,7 +44,8 @@ class Blame:
         recorded_error: relative error of the weight at the time of compression; None where it is not known.
         weight_sqnr_db: of the weight in the file against the base's; None where the two cannot be compared.
         usual_sqnr_db: median of the modules of the same last name; None where there is no other.
-        part: "weight", "input" (its quantizer) or "both"; None where the module has one of them only.
+        part: "weight", "input" (its quantizer) or "both"; of an attention "queries", "keys", "values" or those joined by "and", whose
+            scales they are; None where the module has one of them only.
     """
 
     module: str
@@ -60,12 +64,13 @@ class Blame:
         return asdict(self)
 
 
-def who_made(module: str, folder: Path) -> dict[str, Any]:
+def who_made(module: str, folder: Path, kv_format: str | None = None) -> dict[str, Any]:
     """Ask compression.json about a module.
 
     Args:
         module: dotted name.
         folder: the compressed checkpoint.
+        kv_format: of the keys and values where their scales are what is asked about: these are the recipe's, no module's.
 
     Returns:
         The fields modifier, stage, scheme and recorded_error of a Blame.
@@ -77,14 +82,19 @@ def who_made(module: str, folder: Path) -> dict[str, Any]:
     if record is None:
         return {"modifier": f"unknown: the folder holds no {RECORD_FILE} that can be read"}
     read_run_record(folder)  # which refuses a part of another kind
-    modules = record.get("modules")
+    recipe, modules = record.get("recipe"), record.get("modules")
+    if kv_format is not None:
+        modifiers = [one for stage in _stages(recipe) for one in stage.modifiers]
+        made = [modifier_name(type(one)) for one in modifiers if isinstance(one, SchemeModifier) and one.kv_format is not None]
+        who = made[0] if made else f"unknown: no modifier of the recipe in {RECORD_FILE} quantizes keys and values"
+        return {"modifier": who, "stage": stage_of(who, recipe), "scheme": kv_format}
     entry = modules.get(module) if isinstance(modules, Mapping) else None
     if not isinstance(entry, Mapping):
         return {"modifier": f"none: {RECORD_FILE} does not name this module, so no modifier should have changed it"}
     modifier = str(entry.get("modifier"))
     return {
         "modifier": modifier,
-        "stage": stage_of(modifier, record.get("recipe")),
+        "stage": stage_of(modifier, recipe),
         "scheme": entry.get("scheme"),
         "recorded_error": entry.get("error"),
     }
@@ -100,14 +110,15 @@ def stage_of(modifier: str, recipe: Any) -> str | None:
     Returns:
         Names of the stages, joined; None where it stands in none, or the recipe cannot be read.
     """
-    if not isinstance(recipe, str):
-        return None
-    try:
-        stages = load_recipe(recipe).stages
-    except RecipeError:
-        return None
-    names = [stage.name for stage in stages if any(modifier_name(type(one)) == modifier for one in stage.modifiers)]
+    names = [stage.name for stage in _stages(recipe) if any(modifier_name(type(one)) == modifier for one in stage.modifiers)]
     return " and ".join(f"{name}_stage" for name in names) or None
+
+
+def _stages(recipe: Any) -> tuple[Stage, ...]:
+    try:
+        return load_recipe(recipe).stages if isinstance(recipe, str) else ()
+    except RecipeError:
+        return ()
 
 
 def weight_sqnr(pair: Pair, names: Sequence[str]) -> dict[str, float]:
@@ -164,7 +175,7 @@ def suspects(found: Mapping[str, float], known: Collection[str]) -> dict[str, tu
 
 
 def guilty_part(pair: Pair, name: str, alone: float, compare: Comparer) -> str | None:
-    """Find out whether the weight or the quantizer of the input makes the difference: one more pass with the weight alone.
+    """Find out whether the weight or the quantizer of the input makes the difference, or which scales of an attention: a pass for each.
 
     Args:
         pair: both models.
@@ -173,9 +184,11 @@ def guilty_part(pair: Pair, name: str, alone: float, compare: Comparer) -> str |
         compare: measures.
 
     Returns:
-        weight, input or both; None where only one of them is quantized.
+        weight, input or both; queries, keys or values; None where only one of them is quantized, or none makes the difference.
     """
     layer, base = pair.compressed.get_submodule(name), pair.base.get_submodule(name)
+    if kv_args(layer) is not None:
+        return guilty_states(layer, base, alone, lambda twin: compare.instead(name, twin))
     if not isinstance(layer, QuantizedLayer) or layer.scheme.input_activations is None or not isinstance(base, nn.Linear):
         return None
     twin = copy.deepcopy(base)
@@ -187,4 +200,4 @@ def guilty_part(pair: Pair, name: str, alone: float, compare: Comparer) -> str |
     of_weight = compare.instead(name, twin)
     if math.isinf(alone):
         return "weight" if math.isinf(of_weight) else "input"
-    return "weight" if of_weight > 0.75 * alone else "input" if of_weight < 0.25 * alone else "both"
+    return "weight" if of_weight > MOST * alone else "input" if of_weight < LITTLE * alone else "both"

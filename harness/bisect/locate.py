@@ -14,6 +14,7 @@ from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.folder import read_config, resolve_folder, some
 from compressor.numerics.precision import widened_products
 from compressor.progress import Progress, SilentProgress
+from harness.bisect.attention import kv_format
 from harness.bisect.blame import Blame, guilty_part, suspects, usual_sqnr, weight_sqnr, who_made
 from harness.bisect.difference import MEASURES, Comparer, Tokens, limit_from, shown
 from harness.bisect.models import Pair, group_into_layers, load_pair
@@ -120,19 +121,16 @@ def _batches(pair: Pair, dataset: Any, num_samples: int, max_seq_length: int) ->
 def _look_into(culprit: Culprit, parts: Sequence[str], compare: Comparer, folder: Path, sqnr: Mapping[str, float]) -> GuiltyLayer:
     """Search the modules of a guilty layer; most of the layer's own difference is what makes a module guilty."""
     inside = search(parts, compare)
-    blamed = tuple(
-        Blame(
-            one.name,
-            one.alone,
-            one.rest,
-            **who_made(one.name, folder),
-            weight_sqnr_db=sqnr.get(one.name),
-            usual_sqnr_db=usual_sqnr(one.name, sqnr),
-            part=guilty_part(compare.pair, one.name, one.alone, compare),
-        )
-        for one in inside.culprits
+    return GuiltyLayer(culprit, tuple(_blame(one, compare, folder, sqnr) for one in inside.culprits), inside.alone)
+
+
+def _blame(one: Culprit, compare: Comparer, folder: Path, sqnr: Mapping[str, float]) -> Blame:
+    part = guilty_part(compare.pair, one.name, one.alone, compare)
+    of_states = kv_format(compare.pair.compressed.get_submodule(one.name)) if part is not None else None
+    made = who_made(one.name, folder, of_states)
+    return Blame(
+        one.name, one.alone, one.rest, **made, weight_sqnr_db=sqnr.get(one.name), usual_sqnr_db=usual_sqnr(one.name, sqnr), part=part
     )
-    return GuiltyLayer(culprit, blamed, inside.alone)
 
 
 def _test(layer: GuiltyLayer, layers: dict[str, tuple[str, ...]], compare: Comparer, limit: float, folders: tuple[Path, Path]) -> str:

@@ -130,13 +130,28 @@ def test_a_wrong_scale_of_the_input_is_told_from_one_of_the_weight(tiny_base, ti
     assert (blame.module, blame.part) == ("model.layers.1.mlp.up_proj", "input")
 
 
-def test_a_wrong_scale_of_keys_is_found_at_the_attention(tiny_base, tiny_tokens, tmp_path, compress, spoil_copy):
-    weights = "config_groups: {g: {targets: [Linear], weights: {num_bits: 8, strategy: channel}}}"
-    settings = f"{{kv_cache_scheme: {{num_bits: 8, type: int, strategy: tensor}}, ignore: [lm_head], {weights}}}"
-    folder = compress(tiny_base, tmp_path / "kv", settings, tiny_base.parent)
-    bad = spoil_copy(folder, tmp_path / "bad", lambda t: t["model.layers.3.self_attn.k_scale"].mul_(60))
+KV = "{num_bits: 8, type: int, strategy: tensor}"
+WEIGHTS = "config_groups: {g: {targets: [Linear], weights: {num_bits: 8, strategy: channel}}}"
+KV_SETTINGS = {
+    "beside weights": f"{{kv_cache_scheme: {KV}, ignore: [lm_head], {WEIGHTS}}}",
+    "alone": f"{{kv_cache_scheme: {KV}}}",
+    "with queries": f"{{config_groups: {{g: {{targets: [LlamaAttention], input_activations: {KV}}}}}}}",
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "state"), [("beside weights", "keys"), ("alone", "values"), ("with queries", "queries"), ("with queries", "values")]
+)
+def test_a_wrong_scale_of_an_attention_is_found_with_whose_it_is_and_the_modifier_that_made_it(
+    settings, state, tiny_base, tiny_tokens, tmp_path, compress, spoil_copy
+):
+    folder = compress(tiny_base, tmp_path / "kv", KV_SETTINGS[settings], tiny_base.parent)
+    bad = spoil_copy(folder, tmp_path / "bad", lambda t: t[f"model.layers.3.self_attn.{state[0]}_scale"].mul_(60))
     report = bisect(tiny_base, bad, tiny_tokens, device="cpu")
-    assert report.layers[0].modules[0].module == "model.layers.3.self_attn", report.to_text()
+    blame = report.layers[0].modules[0]
+    assert (blame.module, blame.part) == ("model.layers.3.self_attn", state), report.to_text()
+    assert (blame.modifier, blame.stage, blame.scheme) == ("QuantizationModifier", "first_stage", "int8 tensor")
+    assert bisect(folder, bad, tiny_tokens, device="cpu").layers[0].modules[0].part == state
 
 
 def test_experts_that_are_fused_in_the_base_are_found_one_by_one(tmp_path, tiny_tokens, compress, spoil_copy):
