@@ -9,7 +9,8 @@ Shapes: R rows (out features), C columns (in features), G groups, N tokens. Code
 What a method may meet beyond the ordinary stands in its protocol. Unless it says otherwise: tensors of every dtype that the subject takes,
 one row or one column wide, square, subnormal and near the largest number, of zeros only, or of a constant; of any memory layout that
 `harness.checks.inputs.presentations` lists (views, steps, offsets, expanded rows); as plain tensors, Parameters and results that have a
-gradient, with gradients on and off; with 1,000 columns or 520 rows. What shows beyond these sizes only is not seen.
+gradient, with gradients on and off; with 1,000 columns or 520 rows; in memory, or a module, that held other values in the call before. What
+shows beyond these sizes only is not seen.
 
 A call may change nothing beside its result: nothing that is handed in (a transform changes the weights of its model, and nothing else of
 it), nothing that an earlier call has returned, and nothing of the process. Numbers are drawn from a generator of one's own; only the making

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError
+from harness.checks.inputs.memory import hold_memory
 from harness.checks.oracles import spread
 from harness.checks.protocols import Quantized, Quantizer
 from harness.checks.strategies import MOST_COLUMNS, MOST_ROWS, fixed_weights, grid_weights
@@ -173,3 +174,22 @@ def refuse(bad: Tensor, what: str, **shown: Tensor) -> None:
     place = first(bad)
     numbers = ", ".join(f"{name} {float(tensor[tuple(place)]):.9g}" for name, tensor in shown.items())
     raise CheckFailed(f"{what} at {int(bad.sum())} of {bad.numel()} places, the first at {place}: {numbers}")
+
+
+def hold_memory_of(subject: Quantizer, weight: Tensor) -> None:
+    """Quantize, encode and take back in memory that has held other values.
+
+    Args:
+        subject: a quantizer.
+        weight: [R, C]; not modified.
+
+    Raises:
+        CheckFailed: what came out is not what comes out of new memory.
+    """
+    weights = [weight, weight * 4, weight.flip(0) * -0.5]
+    found = [subject.quantize(one) for one in weights]
+    codes, scales = [one.codes for one in found], [one.scale for one in found]
+    what = f"{list(weight.shape)} {weight.dtype}"
+    hold_memory(subject.quantize, f"quantize {what}", weights)
+    hold_memory(lambda values, scale: subject.encode(values, replace(found[0], scale=scale)), f"encode {what}", weights, scales)
+    hold_memory(lambda one, scale: subject.dequantize(replace(found[0], codes=one, scale=scale)), f"dequantize {what}", codes, scales)

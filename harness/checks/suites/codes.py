@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, large_unit, refuse
+from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, hold_memory_of, large_unit, refuse
 from harness.checks.inputs.planted import POWERS, is_exact, middles_of, power_scales, tied, tied_weights
 from harness.checks.inputs.presentations import GRAD_MODES, layouts, places, presentations
 from harness.checks.oracles import at_tie, nearest, units
@@ -305,7 +305,7 @@ def per_token(subject: Quantizer, context: CheckContext) -> str:
 @register(
     64,
     "shapes",
-    "Odd, one-wide and prime shapes, other memory layouts, Parameters, and gradients off, in every dtype give the same codes twice",
+    "Odd, one-wide and prime shapes, other layouts, used memory, Parameters, and gradients off, in every dtype give the same codes twice",
     kind="quantizer",
 )
 def every_shape(subject: Quantizer, context: CheckContext) -> str:
@@ -325,6 +325,7 @@ def every_shape(subject: Quantizer, context: CheckContext) -> str:
                 _hold_same(subject.quantize(weight), found.quantized, f"{list(shape)} {dtype}, where gradients are off")
         weight = hurtful("spread groups", shapes(subject.column_multiple)[0], dtype, group=max(8, subject.column_multiple))
         count += _hold_presented(subject, weight)
+        hold_memory_of(subject, weight)
     return f"{count} shapes, dtypes and layouts"
 
 

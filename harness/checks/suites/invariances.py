@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
+from harness.checks.inputs.memory import hold_memory
 from harness.checks.inputs.planted import POWERS, is_exact, middles_of, tied, tied_weights
 from harness.checks.inputs.presentations import GRAD_MODES, presentations
 from harness.checks.inputs.solver_problems import (
@@ -224,7 +225,7 @@ def _hold_alike(found: Solved, expected: Solved, what: str) -> None:
 @register(
     64,
     "layouts",
-    "Weights and Hessians that are views, Parameters or results, and gradients off, change <= 0.1 % of codes",
+    "Weights and Hessians that are views, Parameters or results, and gradients off, change <= 0.1 % of codes, and used memory none",
     kind="solver",
 )
 def every_layout(subject: Solver, context: CheckContext) -> str:
@@ -245,7 +246,16 @@ def every_layout(subject: Solver, context: CheckContext) -> str:
                 other = solve(subject, one.weight, view)
             _hold_alike(other, alone, f"{name} of the Hessian, {mode}")
             count += 1
+    _hold_memory(subject, one)
     return f"{count} presentations"
+
+
+def _hold_memory(subject: Solver, one: Problem) -> None:
+    weights, batches = [one.weight, one.weight.flip(0) * 3, one.weight.roll(5, 1)], [one.x, one.x.flip(1), one.x.roll(3, 1) * 0.5]
+    hessians = [subject.hessian([x]) for x in batches]
+    hold_memory(lambda x: subject.hessian([x, x[:3]]), "hessian", batches)
+    hold_memory(subject.order, "order", hessians)
+    hold_memory(lambda weight, hessian: subject.solve([weight], hessian), "solve", weights, hessians)
 
 
 # A check of the ties of second-order solvers: check 9, where no column moves another.

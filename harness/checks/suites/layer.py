@@ -63,7 +63,18 @@ def weight_as_calibrated(subject: Layer, context: CheckContext) -> str:
             _hold(subject.weight(other), subject.weight(layer), f"{name} {list(shape)} {dtype}, from a state dict")
             _hold(subject.weight(copy.deepcopy(layer)), subject.weight(layer), f"{name} {list(shape)} {dtype}, a deepcopy")
             count += 1
+        _hold_built_again(subject, _shapes(subject)[0], dtype)
     return f"{count} layers"
+
+
+def _hold_built_again(subject: Layer, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Build from one and the same float layer, whose values change meanwhile."""
+    linear, other = _linear(shape, dtype), _linear(shape, dtype, name="outliers")
+    subject.build(linear)
+    linear.weight.data.copy_(other.weight)
+    _hold(
+        subject.weight(subject.build(linear)), subject.weight(subject.build(other)), f"{list(shape)} {dtype}, built again from other values"
+    )
 
 
 def _hold(actual: Tensor, expected: Tensor, what: str) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
+from harness.checks.inputs.memory import hold_memory
 from harness.checks.oracles import RULES, nearest
 from harness.checks.protocols import Observer, Quantized
 from harness.checks.strategies import NOT_FINITE
@@ -190,6 +191,8 @@ def batch_order(subject: Observer, context: CheckContext) -> str:
                 _same(subject.observe(other), whole, f"{kind} in {dtype}, {name}")
             for name, other in {"": batches, ", reversed": batches[::-1]}.items():
                 _same(subject.observe(_Reused(other)), whole, f"{kind} in {dtype}, all in one piece of memory{name}")
+        plain = _batches("both signs", dtype)[0]
+        hold_memory(lambda batch: subject.observe([batch]), f"observe {dtype}", [plain, plain * 3, plain * 0.4])
     return f"{len(_KINDS) * len(_DTYPES)} sets of batches"
 
 

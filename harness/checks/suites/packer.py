@@ -9,6 +9,7 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
+from harness.checks.inputs.memory import hold_memory
 from harness.checks.inputs.presentations import layouts, places
 from harness.checks.oracles import LAYOUTS, bits_behind
 from harness.checks.protocols import Packer
@@ -88,7 +89,12 @@ def _comes_back(subject: Packer, codes: Tensor) -> None:
         raise CheckFailed("packing has changed the codes that it was given")
 
 
-@register(None, "dense", "A row takes no more words than it needs, they are contiguous, and a view packs as its copy does", kind="packer")
+@register(
+    None,
+    "dense",
+    "A row takes no more words than it needs, they are contiguous, and views and used memory pack as copies do",
+    kind="packer",
+)
 def dense(subject: Packer, context: CheckContext) -> str:
     """Count the words."""
     for codes in _cases(subject):
@@ -103,6 +109,7 @@ def dense(subject: Packer, context: CheckContext) -> str:
         codes = _drawn_codes(subject, shape)
         _hold_views(subject, codes)
         _hold_words(subject, codes)
+        _hold_memory(subject, shape)
     return f"{subject.bits} bits a code"
 
 
@@ -113,9 +120,16 @@ def _ordinary_shapes(subject: Packer) -> list[tuple[int, ...]]:
     return [(*shape[:-2], wide, 3) for shape in found] if subject.packed_dim == -2 else found
 
 
-def _drawn_codes(subject: Packer, shape: tuple[int, ...]) -> Tensor:
-    grid, generator = subject.code_values, torch.Generator().manual_seed(1)
+def _drawn_codes(subject: Packer, shape: tuple[int, ...], seed: int = 1) -> Tensor:
+    grid, generator = subject.code_values, torch.Generator().manual_seed(seed)
     return grid[torch.randint(0, len(grid), shape, generator=generator)].to(subject.code_dtype)
+
+
+def _hold_memory(subject: Packer, shape: tuple[int, ...]) -> None:
+    """Codes, and words, in memory that has held others."""
+    series = [_drawn_codes(subject, shape, seed) for seed in (1, 2, 3)]
+    hold_memory(subject.pack, f"pack {list(shape)}", series)
+    hold_memory(lambda words: subject.unpack(words, shape), f"unpack {list(shape)}", [subject.pack(one) for one in series])
 
 
 def _hold_views(subject: Packer, codes: Tensor) -> None:
