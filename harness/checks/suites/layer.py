@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product as product_of
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from harness.checks.catalogue.kinds import SideEffectError
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.presentations import GRAD_MODES, TENSORS, layouts
 from harness.checks.protocols import Layer
-from harness.checks.strategies import hurtful, large_shapes, uniform
+from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, uniform
 from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze, module_items
 from harness.tolerance import T3, compare, vacuous_decoys
 
@@ -117,6 +119,7 @@ def product(subject: Layer, context: CheckContext) -> str:
         for number, (shape, bias) in enumerate(sizes):
             case = _Case.built(subject, shape, dtype, bias)
             worst = max(worst, _hold_plain(case, shape[1], dtype) if number < 2 else 0.0)
+            _hold_nonfinite(case, shape[1], dtype)
             for name, x in _hurtful_inputs(shape[1], dtype, bias).items():
                 kind = name.partition(",")[0]
                 if kind == "subnormal" and not torch.equal(subject.expected_input(case.layer, x), x):
@@ -153,6 +156,36 @@ def _hold_plain(case: _Case, columns: int, dtype: torch.dtype) -> float:
         if leading in _LEADING[:2]:
             _hold_presentations(case.layer, x)
     return worst
+
+
+def _hold_nonfinite(case: _Case, columns: int, dtype: torch.dtype) -> None:
+    """NaN in a token is all over what comes out of it, or is refused, and so is infinity where no quantizer cuts it off; no other knows."""
+    case.layer.eval()
+    x = _inputs(((2, 3),), columns, dtype)[0]
+    for value, place in product_of(NOT_FINITE, ((0, 0, 0), (-1, -1, -1))):
+        given = x.clone()
+        given[place] = value
+        what = f"{value} at {list(place)} of {list(x.shape)} in {dtype}"
+        with torch.no_grad():
+            found, alone = _answer(case.layer, given, what), case.layer(x)
+        if found is None:
+            continue
+        seen, token = case.subject.expected_input(case.layer, given), place[:2]
+        if (math.isnan(value) or not bool(seen[place].isfinite())) and bool(found[token].isfinite().any()):
+            raise CheckFailed(f"{what}: {int(found[token].isfinite().sum())} of {len(found[token])} outputs of that token are numbers")
+        others = (seen == case.subject.expected_input(case.layer, x)).all(-1)  # one scale for all tokens is no number any more
+        _hold_close(found[others], alone[others], f"{what}: another output of tokens that are as before")
+
+
+def _answer(layer: nn.Module, x: Tensor, what: str) -> Tensor | None:
+    """What comes out; None where the layer refuses it."""
+    try:
+        found: Tensor = layer(x)
+    except Exception as error:  # the subject may refuse with any class
+        if not str(error).strip():
+            raise CheckFailed(f"{what}: {type(error).__name__} came without a message") from error
+        return None
+    return found
 
 
 def _inputs(leading: Sequence[tuple[int, ...]], columns: int, dtype: torch.dtype) -> list[Tensor]:

@@ -51,6 +51,21 @@ def no_bias_for_zeros(layer: Any, x: Tensor) -> Tensor:
     return torch.where((x == 0).all(-1, keepdim=True), torch.zeros_like(y), y)
 
 
+def poisons(layer: Any, x: Tensor) -> Any:
+    y = layer.inner(x)
+    return y if bool(x.isfinite().all()) else torch.full_like(y, torch.nan)
+
+
+def clears_tokens(layer: Any, x: Tensor) -> Any:
+    return layer.inner(x.masked_fill(x.isnan().any(-1, keepdim=True), 0) if x.ndim == 3 else x)
+
+
+def refuses_mutely(layer: Any, x: Tensor) -> Any:
+    if not bool(x.isfinite().all()):
+        raise ValueError
+    return layer.inner(x)
+
+
 def hooks(layer: Any, x: Tensor) -> Any:
     layer.inner.register_forward_hook(lambda *args: None)
     return layer.inner(x)
@@ -107,6 +122,13 @@ WRONG: dict[str, Callable[[Any, Tensor], Any]] = {
     "rows of zeros": no_bias_for_zeros,
     "zeros only": scaled(lambda layer, x: bool(x.numel()) and not bool(x.any())),
     "a constant": scaled(lambda layer, x: x.numel() > 1 and bool((x == x.flatten()[:1]).all()) and bool(x.any())),
+    "NaN in what comes out": lambda layer, x: layer.inner(x).nan_to_num(),
+    "NaN in what goes in": lambda layer, x: layer.inner(x.nan_to_num(0, torch.inf, -torch.inf)),
+    "infinity in what goes in": lambda layer, x: layer.inner(x.nan_to_num(torch.nan)),
+    "NaN in some outputs": lambda layer, x: torch.cat((layer.inner(x)[..., :-1], layer.inner(x)[..., -1:].nan_to_num(0)), -1),
+    "NaN in sequences": clears_tokens,
+    "NaN in other tokens": poisons,
+    "NaN without a word": refuses_mutely,
     "a hook each call": hooks,
     "a hook at the fifth call": late_hook,
     "requires_grad": freezes,
@@ -121,6 +143,23 @@ WRONG: dict[str, Callable[[Any, Tensor], Any]] = {
 def test_a_layer_that_is_wrong_for_one_kind_of_input_is_told(what: str) -> None:
     record = harness.check(Wrapped(WRONG[what]), checks=["layer.product"], draws=False).records[0]
     assert record.outcome is Outcome.FAIL and "could not be completed" not in record.summary, record.summary
+
+
+def refuses(layer: Any, x: Tensor) -> Any:
+    if not bool(x.isfinite().all()):
+        raise ValueError("the input holds NaN or infinity")
+    return layer.inner(x)
+
+
+def negative_zeros(layer: Any, x: Tensor) -> Any:
+    y = layer.inner(x)
+    return torch.where(y == 0, -torch.zeros_like(y), y)
+
+
+@pytest.mark.parametrize("right", [refuses, negative_zeros], ids=lambda right: right.__name__)
+def test_a_layer_that_refuses_nan_or_has_another_sign_of_zero_passes(right: Callable[[Any, Tensor], Any]) -> None:
+    report = harness.check(Wrapped(right), checks=["layer.product"], draws=False)
+    assert report.passed, report.to_text()
 
 
 def unpacks(layer: Any, x: Tensor) -> Any:
