@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -35,18 +36,37 @@ class Methods(Functions):
 
 
 class Entries(Methods):
-    """Functions, classes and recipes for them in a registry, to which more may come."""
+    """Functions, classes and recipes for them in a registry, to which the package of the files that name it may add more of its own."""
 
-    def __init__(self, registry: Mapping[Any, Any]) -> None:
+    def __init__(self, registry: Mapping[Any, Any], package: str) -> None:
         """Copy the references; reading an entry may make something of it."""
+        self._package = package
         items = dict.items(registry) if isinstance(registry, dict) else registry.items()
         self.keys = {str(key): key for key, _ in items}
         self.values = {str(key): value for key, value in items}
 
     def changed(self, other: Functions) -> list[str]:  # type: ignore[override]
-        """Return the keys that stand for something else that can be called, or for nothing."""
-        names = [name for name, value in self.values.items() if callable(value) or isinstance(value, tuple)]
-        return [name for name in names if other.values.get(name, _MISSING) is not self.values[name]]
+        """Return the keys that stand for something else that can be called, or for nothing, and those that came from elsewhere."""
+        mine, its = self.values, other.values
+        names = [name for name, value in mine.items() if callable(value) or isinstance(value, tuple)]
+        came = [name for name, value in its.items() if name not in mine and callable(value) and _package_of(value) != self._package]
+        return [*(name for name in names if its.get(name, _MISSING) is not mine[name]), *came]
+
+    def put_back(self, registry: MutableMapping[Any, Any], name: str, now: Entries) -> None:
+        """Have one entry as it was, or take it out where there was none."""
+        if name in self.values:
+            registry[self.keys[name]] = self.values[name]
+            return
+        key = now.keys[name]
+        for store in vars(type(registry)).values():  # transformers' interfaces keep what all objects of theirs share at the class
+            if isinstance(store, dict):
+                store.pop(key, None)
+        if key in registry:
+            del registry[key]
+
+
+def _package_of(value: object) -> str:
+    return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
 class SharedCode:
@@ -59,17 +79,17 @@ class SharedCode:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         own = {cls for module in modules for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
         files = {name: sys.modules[name] for name in sorted({cls.__module__ for cls in own}) if name in sys.modules}
-        self._owners: list[tuple[str, Any, type[Functions], Functions]] = []
+        self._owners: list[tuple[str, Any, Callable[[Any], Functions], Functions]] = []
         for name, file in files.items():
             self._add(f"the module {name}", file, Functions)
-        for key, value in _named([file for name, file in files.items() if name.partition(".")[0] != "torch"]):
+        for package, key, value in _named([file for name, file in files.items() if name.partition(".")[0] != "torch"]):
             if isinstance(value, type) and value not in own and value.__module__.partition(".")[0] not in _NOT_FOLLOWED:
                 self._add(f"the class {value.__qualname__}", value, Methods)
             elif isinstance(value, MutableMapping) and not key.startswith("__"):
-                self._add(f"the registry {key}", value, Entries)
+                self._add(f"the registry {key}", value, partial(Entries, package=package))
         self._levels, self._configs = _levels(), dict(_configs()) if files else {}
 
-    def _add(self, label: str, owner: Any, kind: type[Functions]) -> None:
+    def _add(self, label: str, owner: Any, kind: Callable[[Any], Functions]) -> None:
         self._owners.append((label, owner, kind, kind(owner)))
 
     def differences(self) -> list[Difference]:
@@ -91,24 +111,25 @@ class SharedCode:
     def put_back(self) -> None:
         """Make all of it as it was."""
         for _, owner, kind, before in self._owners:
-            for name in before.changed(kind(owner)):
-                if isinstance(before, Entries):
-                    owner[before.keys[name]] = before.values[name]
+            now = kind(owner)
+            for name in before.changed(now):
+                if isinstance(before, Entries) and isinstance(now, Entries):
+                    before.put_back(owner, name, now)
                 elif name not in before.values:
                     delattr(owner, name)
                 else:
                     setattr(owner, name, before.values[name])
         for name, level in self._levels.items():
             logging.getLogger(name).setLevel(level)
-        for name, now in _configs() if self._configs else ():
+        for name, read in _configs() if self._configs else ():
             config, was = sys.modules.get(name), self._configs[name]
-            for key in {**was, **now}:
+            for key in {**was, **read}:
                 setattr(config, key, was[key] if key in was else config._config[key].default)  # type: ignore[union-attr]
 
 
-def _named(files: Iterable[ModuleType]) -> Iterable[tuple[str, object]]:
-    """What files name, each thing once."""
-    return {id(value): (key, value) for file in files for key, value in vars(file).items()}.values()
+def _named(files: Iterable[ModuleType]) -> Iterable[tuple[str, str, object]]:
+    """What files name, each thing once, with the package of the file."""
+    return {id(value): (file.__name__.partition(".")[0], key, value) for file in files for key, value in vars(file).items()}.values()
 
 
 def _levels() -> dict[str, int]:

@@ -132,6 +132,23 @@ class Activation(Leaves):
         transformers.activations.ACT2FN["silu"] = nn.ReLU
 
 
+class AddsActivation(Leaves):
+    def leave(self) -> None:
+        transformers.activations.ACT2FN["another"] = nn.ReLU
+
+
+class RegistersAttention(Leaves):
+    def leave(self) -> None:
+        transformers.AttentionInterface.register("another", lambda *args, **kwargs: None)
+
+
+class RegistersItsOwn(Leaves):
+    """As a library does that loads more of itself."""
+
+    def leave(self) -> None:
+        transformers.activations.ACT2FN["its own"] = transformers.activations.NewGELUActivation
+
+
 class Cache(Leaves):
     def leave(self) -> None:
         transformers.DynamicCache.update = lambda self, key, value, *args, **kwargs: (key, value)
@@ -189,6 +206,8 @@ def test_what_is_left_for_others_is_told(make: Callable[[], Modifier], check: st
         (Rotary, "modeling_llama: process changed: apply_rotary_pos_emb"),
         (Attention, "the registry ALL_ATTENTION_FUNCTIONS: process changed: sdpa"),
         (Activation, "the registry ACT2FN: process changed: silu"),
+        (AddsActivation, "the registry ACT2FN: process changed: another"),
+        (RegistersAttention, "the registry ALL_ATTENTION_FUNCTIONS: process changed: another"),
         (Cache, "the class DynamicCache: process changed: update"),
         (Config, "the class LlamaConfig: process changed: to_dict"),
     ],
@@ -199,6 +218,15 @@ def test_code_that_all_llamas_share_is_looked_at_and_put_back(modifier: type[Mod
     report = verify(modifier, _llama(), inputs=[batch], checks=["lifecycle.completes"])
     assert says in report.records[-1].summary, report.to_text()
     assert torch.equal(_logits(_llama()), before)
+    assert "another" not in transformers.activations.ACT2FN
+    assert "another" not in transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+
+
+def test_a_library_may_add_to_its_own_registries() -> None:
+    batch = {"input_ids": torch.arange(8).reshape(1, 8)}
+    report = verify(RegistersItsOwn, _llama(), inputs=[batch], checks=["lifecycle.nothing_left"])
+    del transformers.activations.ACT2FN["its own"]
+    assert report.passed, report.to_text()
 
 
 @pytest.mark.parametrize("modifier", [Halves, Static])

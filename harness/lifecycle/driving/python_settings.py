@@ -1,0 +1,95 @@
+"""Settings of Python and numpy that hold for the whole process or thread, by the names that a finding has for them: how to read each, and
+how to set it. Filters of warnings stand elsewhere: libraries add some when they are imported."""
+
+from __future__ import annotations
+
+import decimal
+import gc
+import locale
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy
+
+from harness.lifecycle.driving.torch_settings import attribute
+
+_DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+
+
+def _umask() -> int:
+    """The mask of new files, which the system tells only to whoever sets it."""
+    held = os.umask(0o077)
+    os.umask(held)
+    return held
+
+
+def _decimal() -> tuple[Any, ...]:
+    """How decimal numbers are computed, without the flags that every computation sets."""
+    context = decimal.getcontext()
+    return *(getattr(context, name) for name in _DECIMAL), frozenset(signal for signal, is_on in context.traps.items() if is_on)
+
+
+def _set_decimal(value: tuple[Any, ...]) -> None:
+    context = decimal.getcontext()
+    for name, one in zip(_DECIMAL, value, strict=False):
+        setattr(context, name, one)
+    for signal in context.traps:
+        context.traps[signal] = signal in value[-1]
+
+
+def _handlers() -> list[logging.Handler]:
+    """Those of the root logger, without the one that `logging.warning` makes when there is none."""
+    return [one for one in logging.root.handlers if type(one) is not logging.StreamHandler or one.stream is not sys.stderr]
+
+
+def _set_handlers(handlers: list[logging.Handler]) -> None:
+    logging.root.handlers[:] = handlers
+
+
+def _collect(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+
+
+_affinity: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = (
+    {"processors": (lambda: os.sched_getaffinity(0), lambda value: os.sched_setaffinity(0, value))}
+    if hasattr(os, "sched_getaffinity")
+    else {}
+)
+PYTHON_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
+    {
+        "working directory": (Path.cwd, os.chdir),
+        "module search path": (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
+        "garbage collection": (gc.isenabled, _collect),
+        "thresholds of garbage collection": (gc.get_threshold, lambda value: gc.set_threshold(*value)),
+        "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
+        "switch interval": (sys.getswitchinterval, sys.setswitchinterval),
+        "longest integers as text": (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
+        "profiler": (sys.getprofile, sys.setprofile),
+        "tracer": (sys.gettrace, sys.settrace),
+        **{f"sys.{name}": attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "unraisablehook", "displayhook")},
+        "threading.excepthook": attribute(threading, "excepthook"),
+        "warnings.showwarning": attribute(warnings, "showwarning"),
+        "warnings.formatwarning": attribute(warnings, "formatwarning"),
+        "logging": attribute(logging.root, "level"),
+        "logging.disable": attribute(logging.root.manager, "disable"),
+        "handlers of the root logger": (_handlers, _set_handlers),
+        "umask": (_umask, os.umask),
+        "locale": (lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value)),
+        "timeout of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+        "directory of temporary files": (tempfile.gettempdir, lambda value: setattr(tempfile, "tempdir", value)),
+        "arithmetic of decimal": (_decimal, _set_decimal),
+        "numpy.errstate": (lambda: dict(numpy.geterr()), lambda value: numpy.seterr(**value)),
+        "numpy.errcall": (numpy.geterrcall, numpy.seterrcall),
+        "numpy's print options": (numpy.get_printoptions, lambda value: numpy.set_printoptions(**value)),
+        **_affinity,
+    }
+)
