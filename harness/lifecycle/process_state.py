@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
 from compressor.random_state import RandomState, random_numbers_kept
+from harness.lifecycle.driving.python_settings import PYTHON_SETTINGS
 from harness.lifecycle.driving.shared_code import SharedCode
-from harness.lifecycle.driving.snapshot import CLASSES, GLOBAL_HOOKS, SHARED, added_names, umask
-from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS, attribute
+from harness.lifecycle.driving.snapshot import CLASSES, GLOBAL_HOOKS, SHARED, added_names
+from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS
 
 # Random numbers in the harness: its own leave the caller's alone, and those that only make a module are told from all others.
 #
@@ -50,14 +51,16 @@ class ModulesMayDraw(TorchFunctionMode):
         self._before = self._due = RandomState.current(foreign=False)
 
     def __enter__(self) -> Self:
-        """Remember where the generators stand."""
+        """Remember where the generators stand, and begin below all other modes: those leave by taking off whatever is on top."""
         self._before = self._due = RandomState.current(foreign=False)
-        super().__enter__()
+        stack = _FUNCTION_MODES.stack()
+        place = next((number for number, mode in enumerate(stack) if not isinstance(mode, DeviceContext)), len(stack))
+        _FUNCTION_MODES.put([*stack[:place], self, *stack[place:]])  # that of a default device has to be the very first
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Take back what the making of modules has drawn."""
-        super().__exit__(*error)
+        """Take back what the making of modules has drawn. Modes that somebody has entered meanwhile stay."""
+        _FUNCTION_MODES.put([mode for mode in _FUNCTION_MODES.stack() if mode is not self])
         if self._due is not self._before and RandomState.current(foreign=False).equals(self._due):
             self._before.restore()
 
@@ -100,6 +103,54 @@ def _where() -> tuple[str, bool]:
     return place, False
 
 
+# Modes of torch: objects through which every call of a function or an operator of this thread goes, the last one first.
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """One of torch's stacks of modes: what is on it, how one is taken off and how one is put on."""
+
+    stack: Callable[[], Sequence[Any]]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+
+    def put(self, modes: Sequence[Any]) -> None:
+        """Have these modes, and no others."""
+        for _ in self.stack():
+            self.pop()
+        for mode in modes:
+            self.push(mode)
+
+
+_FUNCTION_MODES = _Modes(overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode)
+_DISPATCH_MODES = _Modes(_python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._pop_mode, _python_dispatch._push_mode)
+
+
+def _saved_tensors() -> list[Any]:
+    """The hooks that pack what is saved for a backward; torch shows the last pair of them only."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return [] if found is None else [found]
+
+
+class EnteredModes:
+    """The modes of this thread as they are now, to be had again."""
+
+    def __init__(self) -> None:
+        """Take note of them."""
+        self._stacks = [(modes, list(modes.stack())) for modes in (_FUNCTION_MODES, _DISPATCH_MODES)]
+        self._saved = _saved_tensors()
+
+    def put_back(self) -> None:
+        """Take off what somebody has entered since then and not left; that of torch.set_default_device is a setting, and stays."""
+        for modes, stack in self._stacks:
+            now = modes.stack()
+            if [*map(id, now)] != [*map(id, stack)]:
+                device = [mode for mode in now if isinstance(mode, DeviceContext)]
+                modes.put([*device, *(mode for mode in stack if not isinstance(mode, DeviceContext))])
+        while _saved_tensors() and _saved_tensors() != self._saved:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
 # How the hooks of all modules are called stands beside them.
 _HOW_CALLED = tuple(name for name in vars(torch_module) if name.startswith("_global_forward_hooks_"))
 _MISSING = object()
@@ -109,12 +160,12 @@ _MISSING = object()
 def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Leave the process as it was: random numbers, settings of torch, numpy and Python, hooks of every module, classes and functions.
 
-    Not put back are modes that somebody has entered and not left, and threads.
+    Not put back are an inference mode that somebody has entered and not left, and threads.
 
     Args:
         modules: whose classes, and the code that these share with all others, are looked after, beside those of torch.
     """
-    modules = list(modules)
+    modules, modes = list(modules), EnteredModes()
     code = SharedCode(modules)
     classes = {cls for module in modules for cls in type(module).__mro__ if issubclass(cls, nn.Module)} | _layers()
     spaces = [(owner, dict(vars(owner))) for owner in {*classes, *CLASSES, *SHARED.values()}]
@@ -126,6 +177,7 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
         with random_numbers_kept(), settings_kept():
             yield
     finally:
+        modes.put_back()
         for store, items in contents:
             if store != items:
                 store.clear()
@@ -184,10 +236,6 @@ def _set_autocast(value: tuple[bool, bool]) -> None:
         torch.set_autocast_enabled(kind, enabled)
 
 
-def _collect(enabled: bool) -> None:
-    (gc.enable if enabled else gc.disable)()
-
-
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.is_grad_enabled, torch._C._set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -196,16 +244,8 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_device, torch.set_default_device),
     (_autocast, _set_autocast),
     (_anomaly, lambda value: torch.set_anomaly_enabled(*value)),
-    (Path.cwd, os.chdir),
-    (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
-    (gc.isenabled, _collect),
-    (umask, os.umask),
-    (sys.getrecursionlimit, sys.setrecursionlimit),
-    (lambda: dict(numpy.geterr()), lambda value: numpy.seterr(**value)),
     (lambda: dict(vars(torch._tensor_str.PRINT_OPTS)), lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value)),
     (lambda: bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0), torch.set_flush_denormal),
     *TORCH_SETTINGS.values(),
-    attribute(sys, "excepthook"),
-    attribute(logging.root, "level"),
-    attribute(logging.root.manager, "disable"),
+    *PYTHON_SETTINGS.values(),
 )

@@ -28,6 +28,7 @@ from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
 from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings
+from harness.lifecycle.process_state import EnteredModes
 from harness.profiles import PROFILES, Profile
 
 MOST_BATCHES = 12
@@ -77,6 +78,7 @@ class Subject:
     latest: CompressorRun | None = None
     make: Callable[[], Modifier] | None = None
     class_values: Mapping[str, object] = field(init=False)
+    _modes: EnteredModes | None = None
 
     def __post_init__(self) -> None:
         """Look at what the classes hold before the first run."""
@@ -142,7 +144,7 @@ class Subject:
             self.template, self.make = template, make
 
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
-        """Open a run: the modifier first, then probes, one for each further entry of the setup.
+        """Open a run: the modifier first, then probes, one for each further entry of the setup. Modes of earlier runs are left.
 
         Args:
             setup: how the run begins; by default the modifier as it was given, alone.
@@ -152,6 +154,8 @@ class Subject:
             The run, not yet initialized.
         """
         self.stopwatch.restart()
+        self._modes = self._modes or EnteredModes()
+        self._modes.put_back()  # else they add up from run to run, and every call of torch goes through all of them
         move_random_numbers()
         chosen = setup or Setup((self.settings,))
         modifiers = [self.fresh(chosen.settings[0]), *(apply_settings(Probe(), one) for one in chosen.settings[1:])]

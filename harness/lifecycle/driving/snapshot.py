@@ -7,12 +7,9 @@ them) and forbid all others. Tensors are compared bit for bit, functions and mod
 from __future__ import annotations
 
 import builtins
-import gc
-import logging
 import operator
 import os
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -29,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from harness.lifecycle.driving.python_settings import PYTHON_SETTINGS
 from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS
 
 MAX_DEPTH = 8
@@ -263,9 +261,6 @@ class Snapshot:
         taken.items.update({("process", f"the class {owner.__name__}"): Namespace(owner) for owner in CLASSES})
         environment = {key: value for key, value in os.environ.items() if not key.startswith(_OF_THE_COMPILER)}
         taken.items["process", "environment"] = environment
-        taken.items["process", "working directory"] = Path.cwd()
-        taken.items["process", "module search path"] = tuple(sys.path)
-        taken.items["process", "garbage collection"] = gc.isenabled()
         taken.items.update({("process", name): value for name, value in _settings_of_process()})
         return taken
 
@@ -395,26 +390,24 @@ def surroundings() -> Iterator[tuple[tuple[str, str], object]]:
 
 
 def _settings_of_process() -> Iterator[tuple[str, object]]:
-    yield "logging", (logging.root.level, logging.root.manager.disable)
     # A library that is imported for the first time may filter its own warnings, by message, module or class; all warnings are everybody's.
     common = [one for one in warnings.filters if one[1] is None and one[3] is None and one[2].__module__ == "builtins"]
     yield "warnings", common
-    yield "sys.excepthook", Same(sys.excepthook)
-    yield "recursion limit", sys.getrecursionlimit()
-    yield "numpy.errstate", dict(numpy.geterr())
     yield "torch's print options", freeze(vars(torch._tensor_str.PRINT_OPTS))
     stacks = (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack())
     yield "torch's modes", (*stacks, torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
-    yield "umask", umask()
     yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0)
     yield from ((name, read()) for name, (read, _) in TORCH_SETTINGS.items())
+    yield from ((name, _setting(read())) for name, (read, _) in PYTHON_SETTINGS.items())
 
 
-def umask() -> int:
-    """Return the mask of new files, which the system tells only to whoever sets it."""
-    held = os.umask(0o077)
-    os.umask(held)
-    return held
+def _setting(value: object) -> object:
+    """Plain data by value, and all else, as streams are, by identity: what somebody writes there is no setting."""
+    if isinstance(value, dict):
+        return {repr(key): _setting(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_setting(item) for item in value]
+    return value if isinstance(value, (*_PLAIN, float, tuple, set, Path)) else Same(value)
 
 
 def _is_housekeeping(thread: threading.Thread) -> bool:
