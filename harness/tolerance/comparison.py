@@ -111,7 +111,8 @@ def _changed(distance: Distance) -> str:
 
 
 def _bitwise(tier: Tier, actual: Tensor, expected: Tensor, distance: Distance, context: Mapping[str, Tensor]) -> _Finding:
-    return _Finding(False, f"{_changed(distance)}, by at most {distance.max_abs:.6g}", {})
+    by = f"by at most {distance.max_abs:.6g}" if distance.max_abs else "all of them in the sign of 0 or the bits of NaN only"
+    return _Finding(False, f"{_changed(distance)}, {by}", {})
 
 
 def _ulp(tier: Tier, actual: Tensor, expected: Tensor, distance: Distance, context: Mapping[str, Tensor]) -> _Finding:

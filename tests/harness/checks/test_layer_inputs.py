@@ -46,6 +46,12 @@ def scaled(when: Callable[[Any, Tensor], bool]) -> Callable[[Any, Tensor], Tenso
     return lambda layer, x: layer.inner(x) * (1.05 if when(layer, x) else 1.0)
 
 
+def _last(count: int, dtype: torch.dtype, factor: float = 1.1) -> Tensor:
+    factors = torch.ones(count, dtype=dtype)
+    factors[-1:] *= factor if dtype.itemsize == 2 else 1
+    return factors
+
+
 def no_bias_for_zeros(layer: Any, x: Tensor) -> Tensor:
     y: Tensor = layer.inner(x)
     return torch.where((x == 0).all(-1, keepdim=True), torch.zeros_like(y), y)
@@ -119,6 +125,9 @@ WRONG: dict[str, Callable[[Any, Tensor], Any]] = {
     "below 1e-6": lambda layer, x: layer.inner(x.masked_fill(x.abs() < 1e-6, 0)),
     "below 1e-30": lambda layer, x: layer.inner(x.masked_fill(x.abs() < 1e-30, 0)),
     "subnormal": lambda layer, x: layer.inner(x.masked_fill(x.abs() < 1.2e-38, 0)),
+    "10 % in 16 bits": lambda layer, x: layer.inner(x) * (1.1 if x.dtype.itemsize == 2 else 1),
+    "10 % of the last output in 16 bits": lambda layer, x: layer.inner(x) * _last(layer.inner.weight_size[0], x.dtype),
+    "15 % of the last token in 16 bits": lambda layer, x: layer.inner(x) * _last(len(x), x.dtype, 1.15).view(-1, *[1] * (x.ndim - 1)),
     "rows of zeros": no_bias_for_zeros,
     "zeros only": scaled(lambda layer, x: bool(x.numel()) and not bool(x.any())),
     "a constant": scaled(lambda layer, x: x.numel() > 1 and bool((x == x.flatten()[:1]).all()) and bool(x.any())),
@@ -159,6 +168,16 @@ def negative_zeros(layer: Any, x: Tensor) -> Any:
 @pytest.mark.parametrize("right", [refuses, negative_zeros], ids=lambda right: right.__name__)
 def test_a_layer_that_refuses_nan_or_has_another_sign_of_zero_passes(right: Callable[[Any, Tensor], Any]) -> None:
     report = harness.check(Wrapped(right), checks=["layer.product"], draws=False)
+    assert report.passed, report.to_text()
+
+
+def test_the_sign_of_zero_decides_nothing_of_a_weight() -> None:
+    class Signed(OurLayer):
+        def expected_weight(self, linear: nn.Linear) -> Tensor:
+            weight = super().expected_weight(linear)
+            return torch.where(weight == 0, -torch.zeros_like(weight), weight)
+
+    report = harness.check(Signed(SCHEME), checks=["layer.weight_as_calibrated"], draws=False)
     assert report.passed, report.to_text()
 
 

@@ -443,3 +443,8 @@ def test_a_tensor_without_bytes_of_its_own_is_refused(kind: str, tier: Tier) -> 
 def test_zeros_of_either_sign_are_no_loss() -> None:
     assert compare(-torch.zeros(3), torch.zeros(3), T3(max_loss_ratio=1.1)).ok
     assert not compare(torch.tensor([1.0, -1.0]), torch.tensor([-1.0, 1.0]), T3(max_loss_ratio=1.1)).ok
+
+
+def test_bits_that_differ_in_the_sign_of_zero_only_are_called_so() -> None:
+    summary = compare(torch.tensor([-0.0, 1.0]), torch.tensor([0.0, 1.0]), T0()).summary
+    assert summary == "1 of 2 differ, the first at [0], all of them in the sign of 0 or the bits of NaN only"
