@@ -80,7 +80,8 @@ def _hold_built_again(subject: Layer, shape: tuple[int, int], dtype: torch.dtype
 
 
 def _hold(actual: Tensor, expected: Tensor, what: str) -> None:
-    result = compare(*(x + 0 if x.dtype.itemsize > 1 else x for x in (actual, expected)))  # integer codes know no sign of 0
+    one, two = (x + 0 if x.dtype.itemsize > 1 else x for x in (actual, expected))  # integer codes know no sign of 0
+    result = compare(one, two)
     if not result.ok:
         raise CheckFailed(f"{what}: the weight is another one: {result.summary}")
 

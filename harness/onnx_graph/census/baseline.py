@@ -142,8 +142,10 @@ def same_order(was: Block, now: Block, other: int, other_now: Block) -> bool:
         other_now: that one as optimized.
 
     Returns:
-        False where the two were exchanged.
+        False where the two were exchanged; True where nobody knows, inside of one subgraph.
     """
+    if other in was.place.beside or other_now.index in now.place.beside:
+        return True
     above, below = other in was.place.above, other in was.place.below
     return (above, below) == (other_now.index in now.place.above, other_now.index in now.place.below)
 

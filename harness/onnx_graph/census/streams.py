@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from harness.onnx_graph.census.flow import FlowMap, is_opaque
 from harness.onnx_graph.census.products import SOFTMAX, Products
-from harness.onnx_graph.graph.view import GraphView
+from harness.onnx_graph.graph.view import GraphView, has_subgraph, nodes_inside
 
 # Which activation a value is a form of: layers, norms and additions of constants keep it, another activation that joins makes a new one.
 #
@@ -165,11 +165,13 @@ class BlockPlace:
         above: indices of the blocks whose results flow into it.
         below: indices of the blocks that its result flows into.
         outputs: positions of the graph outputs that its result flows into.
+        beside: indices of the blocks inside of the same If, Loop or Scan, among which nobody follows what flows where.
     """
 
     above: frozenset[int] = frozenset()
     below: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
+    beside: frozenset[int] = frozenset()
 
     def is_like(self, other: BlockPlace) -> bool:
         """Whether two blocks of two graphs may be the same one: as many blocks before and behind, and the same outputs."""
@@ -181,28 +183,33 @@ def block_places(view: GraphView, anchors: Sequence[ir.Node]) -> list[BlockPlace
 
     Args:
         view: of the graph.
-        anchors: the node of each block; one inside of a subgraph has no place.
+        anchors: the node of each block; one inside of a subgraph lies where the node lies that holds it.
 
     Returns:
         A place per anchor.
     """
-    index = {node: position for position, node in enumerate(anchors)}
+    inside = {node: list(nodes_inside(node)) for node in view.nodes if has_subgraph(node)}
+    holder = {inner: node for node, inners in inside.items() for inner in inners}
+    held: dict[ir.Node, list[int]] = {}
+    for position, anchor in enumerate(anchors):
+        held.setdefault(holder.get(anchor, anchor), []).append(position)
     carried: dict[ir.Value, int] = {}  # a bit per block that the value comes from
-    above: dict[int, int] = {}
+    above = [0] * len(anchors)
     for node in view.nodes:
         mask = 0
-        for value in view.data_inputs(node):
-            mask |= carried.get(value, 0)
-        if node in index:
-            above[index[node]] = mask
-            mask |= 1 << index[node]
+        for value in (*view.data_inputs(node), *(value for inner in inside.get(node, ()) for value in inner.inputs)):
+            mask |= carried.get(value, 0) if value is not None else 0
+        for position in held.get(node, ()):
+            above[position] = mask
+        mask |= sum(1 << position for position in held.get(node, ()))
         carried |= dict.fromkeys(node.outputs, mask)
     ends = [carried.get(value, 0) for value in view.model.graph.outputs]
     return [
         BlockPlace(
-            frozenset(other for other in range(len(anchors)) if above.get(one, 0) >> other & 1),
-            frozenset(other for other, mask in above.items() if mask >> one & 1),
+            frozenset(other for other in range(len(anchors)) if above[one] >> other & 1),
+            frozenset(other for other, mask in enumerate(above) if mask >> one & 1),
             frozenset(position for position, mask in enumerate(ends) if mask >> one & 1),
+            frozenset(held[holder.get(anchor, anchor)]) - {one},
         )
-        for one in range(len(anchors))
+        for one, anchor in enumerate(anchors)
     ]

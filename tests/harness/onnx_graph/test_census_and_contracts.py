@@ -183,18 +183,70 @@ def test_a_missing_or_ambiguous_role_is_never_a_pass(attention_graph: onnx.Model
     assert SeparateQKV().check(attention_graph, ambiguous).holding is Holding.NOT_ANALYSED
 
 
+def _inside_an_if(model: onnx.ModelProto, first: str = "", last: str = "") -> onnx.ModelProto:
+    """All nodes, or those whose names begin so, within a branch; what they read is captured."""
+    held = [node for node in model.graph.node if node.name.startswith(first)]
+    end = next(one for one in model.graph.output if one.name == last) if last in {one.name for one in model.graph.output} else None
+    out = end or helper.make_tensor_value_info(last, TensorProto.FLOAT, None)
+    read = next(node.input[0] for node in held)
+    inner = helper.make_graph(held, "then", [], [out])
+    other = helper.make_graph([helper.make_node("Identity", [read], [f"{last}_else"])], "else", [], [_renamed(out, f"{last}_else")])
+    node = helper.make_node("If", ["condition"], [last], then_branch=inner, else_branch=other)
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    place = next(number for number, one in enumerate(model.graph.node) if one.name.startswith(first))
+    rest = [one for one in model.graph.node if not one.name.startswith(first)]
+    del made.graph.node[:]
+    made.graph.node.extend([*rest[:place], node, *rest[place:]])
+    made.graph.input.append(helper.make_tensor_value_info("condition", TensorProto.BOOL, []))
+    return made
+
+
+def _renamed(value: onnx.ValueInfoProto, name: str) -> onnx.ValueInfoProto:
+    other = onnx.ValueInfoProto()
+    other.CopyFrom(value)
+    other.name = name
+    return other
+
+
 def test_attention_inside_an_if_is_reported_and_not_passed(attention_graph: onnx.ModelProto) -> None:
-    inner = onnx.GraphProto()
-    inner.CopyFrom(attention_graph.graph)
-    del inner.input[:]
-    other = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "else", [], list(inner.output))
-    node = helper.make_node("If", ["condition"], ["y"], then_branch=inner, else_branch=other)
-    inputs = [*attention_graph.graph.input, helper.make_tensor_value_info("condition", TensorProto.BOOL, [])]
-    graph = helper.make_graph([node], "with_if", inputs, list(attention_graph.graph.output))
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    model = _inside_an_if(attention_graph, last="y")
     found = census(model)
     assert found.counts == {"AMBIGUOUS": 1} and "inside a subgraph" in found.text()
     assert SeparateQKV().check(model, model).holding is Holding.NOT_ANALYSED
+
+
+def _chain(block: onnx.ModelProto, count: int) -> onnx.ModelProto:
+    """The block several times, each with weights of its own."""
+    chain = onnx.compose.add_prefix(block, "a_")
+    for number, prefix in enumerate("bcd"[: count - 1], 1):
+        other = onnx.compose.add_prefix(block, f"{prefix}_")
+        for weight in other.graph.initializer:
+            if weight.data_type == TensorProto.FLOAT:
+                weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * (1 + number / 8), weight.name))
+        ends = [(chain.graph.output[0].name, other.graph.input[0].name)]
+        chain = onnx.compose.merge_models(chain, other, io_map=ends)
+    return chain
+
+
+@pytest.mark.parametrize("block", ["a", "b", "c"])
+def test_a_block_that_enters_or_leaves_an_if_is_not_analysed_and_none_is_called_moved(block: str, attention_graph: onnx.ModelProto) -> None:
+    plain = _chain(attention_graph, 3)
+    other = _inside_an_if(plain, f"{block}_", f"{block}_y")
+    places = [
+        [(len(one.place.above), len(one.place.below), set(one.place.outputs)) for one in census(model).read] for model in (plain, other)
+    ]
+    assert sorted(places[0], key=str) == sorted(places[1], key=str) == [(0, 2, {0}), (1, 1, {0}), (2, 0, {0})]
+    for before, after in ((plain, other), (other, plain)):
+        report = RoleWeights().check(before, after)
+        assert report.holding is Holding.NOT_ANALYSED, report
+
+
+def test_several_blocks_inside_of_one_if_are_in_no_order_that_is_known(attention_graph: onnx.ModelProto) -> None:
+    plain = _chain(attention_graph, 2)
+    other = _inside_an_if(plain, "", "b_y")
+    assert [one.place.beside for one in census(other).blocks] == [{1}, {0}]
+    assert RoleWeights().check(plain, other).holding is RoleWeights().check(other, plain).holding is Holding.NOT_ANALYSED
 
 
 def test_local_functions_are_looked_into(attention_graph: onnx.ModelProto) -> None:
