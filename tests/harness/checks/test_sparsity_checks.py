@@ -83,7 +83,37 @@ class SparseGPT(Rows):
         return torch.where((work != 0) & (kept == 0), torch.full_like(kept, torch.finfo(weight.dtype).tiny), kept)
 
 
-@pytest.mark.parametrize("pruner", [Pattern, Rows, Whole, SparseGPT])
+class Wanda(Rows):
+    """Drops by |w| times the norm of the input, and moves nothing."""
+
+    sparsity = 0.5
+
+    def norms(self, diagonal):
+        return diagonal.sqrt()
+
+    def prune(self, weight, hessian):
+        score = weight.double().abs() * self.norms(hessian.double().diagonal())
+        order = score.argsort(dim=1, stable=True)
+        return weight.scatter(1, order[:, : round(self.sparsity * weight.shape[1])], 0.0)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda d: d.flip(0), lambda d: d.roll(1), lambda d: d.roll(2), lambda d: d.sort().values, lambda d: 1 / d]
+)
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.8])
+def test_norms_of_other_columns_are_told_of_a_pruner_that_moves_nothing(change, sparsity):
+    class Others(Wanda):
+        def norms(self, diagonal):
+            return change(super().norms(diagonal))
+
+    one, other = Wanda(), Others()
+    one.sparsity = other.sparsity = sparsity
+    records = [check(pruner, checks=["sparsifier.inputs_count"], draws=False).records[0] for pruner in (one, other)]
+    assert records[0].outcome is Outcome.PASS, records[0].summary
+    assert records[1].outcome is Outcome.FAIL and "the sizes of the columns' own inputs play no part" in records[1].summary
+
+
+@pytest.mark.parametrize("pruner", [Pattern, Rows, Whole, SparseGPT, Wanda])
 def test_correct_pruners_pass(pruner):
     report = check(pruner())
     assert not [record for record in report.records if record.outcome is Outcome.FAIL], report.to_text()
