@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from harness.modules.subject import ForwardKind, Hooks, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 
@@ -218,6 +218,8 @@ def _differentiable(subject: Subject) -> tuple[list[int], tuple[Any, ...]]:
         args[place].requires_grad_()
     if not places:
         raise NotApplicableError("no input can carry a gradient")
+    if _writes_to_inputs(subject):
+        raise NotApplicableError("a forward changes its input in place, where torch runs no full backward hooks")
     with untouched(subject.module), torch.enable_grad():
         outputs = _outputs_with_gradient(subject, args)
         ones = [torch.ones_like(output) for output in outputs]
@@ -225,6 +227,15 @@ def _differentiable(subject: Subject) -> tuple[list[int], tuple[Any, ...]]:
     if all(gradient is None for gradient in gradients):
         raise NotApplicableError("no gradient goes from an output to an input")
     return places, args
+
+
+def _writes_to_inputs(subject: Subject) -> bool:
+    args, kwargs = subject.inputs()
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    versions = [tensor._version for tensor in tensors]
+    with untouched(subject.module), torch.no_grad():
+        run(subject.module, args, kwargs)
+    return versions != [tensor._version for tensor in tensors]
 
 
 def _outputs_with_gradient(subject: Subject, args: tuple[Any, ...]) -> list[Tensor]:

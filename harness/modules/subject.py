@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.errors import UserInputError
 from compressor.random_state import random_numbers_kept
-from harness.modules.tensors import held_tensors
+from harness.modules.tensors import held_tensors, same_bits
 from harness.reporting.record import Claim
 from harness.tolerance.bits import without_bytes
 
@@ -100,6 +100,16 @@ class Subject:
     def call(self) -> Any:
         """Call the module on its inputs, with the same random numbers each time; the caller's RNG state stays."""
         return run(self.module, *self.inputs())
+
+    def unlike_from_call_to_call(self) -> str:
+        """Say where two calls on the same inputs and random numbers give two outputs, so that no copy can be held against the module.
+
+        Returns:
+            Words; empty where they give one.
+        """
+        if same_bits(self.call(), self.call()):
+            return ""
+        return "a second call on the same inputs gives another output: a forward keeps something"
 
     def by_keyword(self) -> dict[str, Any]:
         """Return all inputs by the names that forward gives them.

@@ -9,32 +9,66 @@ from harness.lifecycle.driving.oracle_run import list_differences
 from harness.lifecycle.driving.snapshot import Snapshot
 from harness.lifecycle.process_state import settings_kept
 from harness.modules.subject import ModuleCheck, Subject, collect, untouched
+from harness.modules.tensors import same_bits
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
-_KINDS = ("torch", "process", "class", "hooks", "training", "requires_grad")
-"""What no forward changes. It may write to tensors, and keep what it likes beside them."""
+_KINDS = ("torch", "process", "class", "hooks", "training", "requires_grad", "grad")
+"""What no forward changes. It may write to buffers, as statistics and caches are, and keep what it likes beside them."""
+# Gradients are on, and the mode: None for that in which the module was given.
+_WAYS = ((True, None), (False, None), (True, True), (False, False))
 
 
 @_check("module.surroundings")
 def _surroundings(subject: Subject) -> list[str]:
-    """A forward leaves parameters, requires_grad, modes, hooks, classes, torch's settings and the process as they were."""
+    """A forward leaves parameters, gradients, requires_grad, modes, hooks, classes, torch's settings and the process as they were."""
     findings: list[str] = []
-    for with_gradients in (True, False):
+    told: set[str] = set()
+    for with_gradients, mode in _WAYS:
+        how = f"a forward {'with' if with_gradients else 'without'} gradients" + ("" if mode is None else f" in training={mode}")
         with untouched(subject.module), settings_kept(), torch.set_grad_enabled(with_gradients):
-            begin, process = Snapshot(subject.module), Snapshot.of_process()
-            parameters = dict(subject.module.named_parameters(remove_duplicate=False))
-            subject.call()
-            now = dict(subject.module.named_parameters(remove_duplicate=False))
-            found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
-        kept = [one for one in found if one.kind in _KINDS]
-        others = [name for name, parameter in parameters.items() if now.get(name) is not parameter]
-        how = f"a forward {'with' if with_gradients else 'without'} gradients"
-        findings += [f"{how} changed {list_differences(kept)}"] if kept else []
-        findings += [f"{how} put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []
+            if mode is not None and not _takes(subject, mode):
+                continue
+            changes = _changes(subject)
+        findings += [f"{how} {what}" for what in changes if mode is None or what not in told]
+        told.update(changes)
     if _reseeds(subject):
         findings.append("a forward seeds torch's generator, so that whatever draws after it draws the same numbers every time")
     return findings
+
+
+def _changes(subject: Subject) -> list[str]:
+    """What a forward changes, in words; of the values of parameters what the second one still does, for an embedding may cut norms once."""
+    parameters = dict(subject.module.named_parameters(remove_duplicate=False))
+    for parameter in parameters.values():
+        if parameter.requires_grad and parameter.is_leaf:
+            parameter.grad = torch.ones_like(parameter)
+    begin, process = Snapshot(subject.module), Snapshot.of_process()
+    subject.call()
+    now = dict(subject.module.named_parameters(remove_duplicate=False))
+    found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
+    kept = [one for one in found if one.kind in _KINDS]
+    others = [name for name, parameter in parameters.items() if now.get(name) is not parameter]
+    before = {name: parameter.detach().clone() for name, parameter in now.items()}
+    subject.call()
+    written = [name for name, parameter in now.items() if not same_bits(parameter.detach(), before[name])]
+    return [
+        *([f"changed {list_differences(kept)}"] if kept else []),
+        *([f"put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []),
+        *([f"changed the values of parameters: {', '.join(written[:5])}"] if written else []),
+    ]
+
+
+def _takes(subject: Subject, mode: bool) -> bool:
+    """Whether the module runs in a mode, into which it is put; one for inference alone may refuse to train."""
+    try:
+        with untouched(subject.module):
+            subject.module.train(mode)
+            subject.call()
+    except Exception:  # noqa: BLE001 - the module may refuse with any class
+        return False
+    subject.module.train(mode)
+    return True
 
 
 def _reseeds(subject: Subject) -> bool:

@@ -1,0 +1,87 @@
+"""What a forward does beside its output is told by what it did, in whichever mode the module was handed over; and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness import verify_module
+from harness.reporting.verdict import Outcome
+
+FEATURES = 4
+
+
+def inputs_of() -> Tensor:
+    return torch.rand(2, FEATURES, generator=torch.Generator().manual_seed(0))
+
+
+class Acts(nn.Module):
+    """A layer that does something beside."""
+
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.inner, self.drop, self.act, self.count = nn.Linear(FEATURES, FEATURES), nn.Dropout(), act, 0
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, input: Tensor) -> Any:
+        self.act(self)
+        return self.inner(input) * (1 + self.count)
+
+
+def counts(layer: Acts) -> None:
+    layer.count += 1
+
+
+TOLD: dict[str, tuple[Callable[[Any], object], str]] = {
+    "train": (lambda layer: layer.train(), "training changed: False -> True"),
+    "eval": (lambda layer: layer.eval(), "training changed: True -> False"),
+    "eval of a part": (lambda layer: layer.drop.eval(), "drop: training changed: True -> False"),
+    "weights": (lambda layer: layer.inner.weight.data.mul_(1.0001), "changed the values of parameters: inner.weight"),
+    "gradients": (lambda layer: layer.zero_grad(), "grad changed"),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", TOLD)
+def test_it_is_told_in_either_mode(name: str, training: bool) -> None:
+    act, says = TOLD[name]
+    layer = Acts(act).train(training)
+    layer.inner.weight.grad = torch.ones(FEATURES, FEATURES)
+    report = verify_module(layer, inputs_of())
+    told = {record.name: record for record in report.records if record.outcome is Outcome.FAIL}
+    assert says in "; ".join(told["module.surroundings"].findings), report.to_text()
+    assert all("computes with the tensors of the original" not in str(record.findings) for record in told.values())
+    assert layer.training is training and torch.equal(layer.inner.weight.grad, torch.ones(FEATURES, FEATURES))
+
+
+def test_an_output_that_follows_the_number_of_calls_is_called_so() -> None:
+    report = verify_module(Acts(counts), inputs_of())
+    assert set(report.failed) == {"module.deepcopy", "module.state_dict_round_trip"}
+    findings = {line for record in report.records if record.outcome is Outcome.FAIL for line in record.findings}
+    assert findings == {"a second call on the same inputs gives another output: a forward keeps something"}
+
+
+def refuses_to_train(layer: Acts) -> None:
+    if layer.training:
+        raise RuntimeError("for inference only")
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (Acts(lambda layer: layer.seen.add_(1)).eval(), inputs_of()),
+        (Acts(refuses_to_train).eval(), inputs_of()),
+        (nn.ReLU(inplace=True), inputs_of()),
+        (nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Linear(FEATURES, 2)), inputs_of()),
+        (nn.Embedding(FEATURES, 3, max_norm=0.1), torch.arange(FEATURES)),
+        (nn.utils.parametrizations.spectral_norm(nn.Linear(FEATURES, 2)), inputs_of()),
+    ],
+    ids=["a buffer", "inference only", "in place", "in place in a part", "norms that are cut", "spectral norm"],
+)
+def test_what_layers_may_do_passes(module: nn.Module, x: Tensor) -> None:
+    report = verify_module(module, x)
+    assert report.passed, report.to_text()
