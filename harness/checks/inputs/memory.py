@@ -17,7 +17,7 @@ def hold_memory(call: Callable[..., object], what: str, *series: Sequence[Tensor
     Args:
         call: takes a tensor of each series; gives tensors, dataclasses or lists of them.
         what: is called with what, in words.
-        series: values that an argument takes one after the other, of one shape and dtype; not modified. One argument changes at a time.
+        *series: values that an argument takes one after the other, of one shape and dtype; not modified. One argument changes at a time.
 
     Raises:
         CheckFailed: a result is not, bit for bit, that for new tensors.
