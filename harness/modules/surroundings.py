@@ -38,20 +38,20 @@ def _surroundings(subject: Subject) -> list[str]:
 
 
 def _changes(subject: Subject) -> list[str]:
-    """What a forward changes, in words; of the values of parameters what the second one still does, for an embedding may cut norms once."""
+    """What a forward changes, in words; an embedding may cut the norms of its weight, if it has a max_norm."""
     parameters = dict(subject.module.named_parameters(remove_duplicate=False))
     for parameter in parameters.values():
         if parameter.requires_grad and parameter.is_leaf:
             parameter.grad = torch.ones_like(parameter)
+    values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    cut = {f"{name}.weight".lstrip(".") for name, part in subject.module.named_modules() if getattr(part, "max_norm", None) is not None}
     begin, process = Snapshot(subject.module), Snapshot.of_process()
     subject.call()
     now = dict(subject.module.named_parameters(remove_duplicate=False))
     found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
     kept = [one for one in found if one.kind in _KINDS]
     others = [name for name, parameter in parameters.items() if now.get(name) is not parameter]
-    before = {name: parameter.detach().clone() for name, parameter in now.items()}
-    subject.call()
-    written = [name for name, parameter in now.items() if not same_bits(parameter.detach(), before[name])]
+    written = [name for name, value in values.items() if name not in {*others, *cut} and not same_bits(parameters[name].detach(), value)]
     return [
         *([f"changed {list_differences(kept)}"] if kept else []),
         *([f"put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []),
