@@ -10,6 +10,7 @@ import builtins
 import operator
 import os
 import random
+import sys
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -390,15 +391,35 @@ def surroundings() -> Iterator[tuple[tuple[str, str], object]]:
 
 
 def _settings_of_process() -> Iterator[tuple[str, object]]:
-    # A library that is imported for the first time may filter its own warnings, by message, module or class; all warnings are everybody's.
-    common = [one for one in warnings.filters if one[1] is None and one[3] is None and one[2].__module__ == "builtins"]
-    yield "warnings", common
+    yield "warnings", _Filters()
     yield "torch's print options", freeze(vars(torch._tensor_str.PRINT_OPTS))
     stacks = (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack())
     yield "torch's modes", (*stacks, torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
     yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0)
     yield from ((name, read()) for name, (read, _) in TORCH_SETTINGS.items())
     yield from ((name, _setting(read())) for name, (read, _) in PYTHON_SETTINGS.items())
+
+
+class _Filters:
+    """Filters of warnings. A library that is imported for the first time may filter its own, by message, module or class."""
+
+    def __init__(self) -> None:
+        self.all, self.num_modules = list(warnings.filters), len(sys.modules)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Filters):
+            return NotImplemented
+        if self.num_modules == other.num_modules:
+            return self.all == other.all
+        return self._of_everybody() == other._of_everybody()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{len(self.all)} filters, the first one {self.all[0][:3] if self.all else None}"
+
+    def _of_everybody(self) -> list[Any]:
+        return [one for one in self.all if one[1] is None and one[3] is None and one[2].__module__ == "builtins"]
 
 
 def _setting(value: object) -> object:

@@ -76,6 +76,17 @@ def test_what_is_written_to_a_stream_or_computed_is_no_setting() -> None:
     assert not whole.differences(Snapshot.of_process())
 
 
+def test_a_filter_of_one_message_is_told_unless_something_was_imported_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Snapshot.of_process()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="of one library")
+        assert [one.where for one in whole.differences(Snapshot.of_process())] == ["warnings"]
+        monkeypatch.setitem(sys.modules, "library_of_which_nobody_knows", sys)
+        assert not whole.differences(Snapshot.of_process())
+        warnings.simplefilter("ignore")
+        assert [one.where for one in whole.differences(Snapshot.of_process())] == ["warnings"]
+
+
 def leaving(change: Callable[[], object]) -> type[Modifier]:
     class LeavesIt(Modifier):
         def on_initialize(self, state: State) -> bool:
@@ -92,12 +103,13 @@ def leaving(change: Callable[[], object]) -> type[Modifier]:
     [
         ("arithmetic of decimal", lambda: setattr(decimal.getcontext(), "prec", 9)),
         ("warnings.showwarning", lambda: setattr(warnings, "showwarning", _nothing)),
+        ("warnings", lambda: warnings.filterwarnings("ignore", message="of one library")),
         ("numpy's print options", lambda: numpy.set_printoptions(precision=3)),
         ("handlers of the root logger", lambda: logging.getLogger().addHandler(logging.NullHandler())),
     ],
 )
 def test_a_modifier_that_leaves_one_is_told(name: str, change: Callable[[], object]) -> None:
-    before = PYTHON_SETTINGS[name][0]()
+    before = Snapshot.of_process()
     report = verify(leaving(change), checks=["lifecycle.nothing_left"])
     assert any(name in record.summary for record in report.records if record.outcome.value == "fail"), report.to_text()
-    assert PYTHON_SETTINGS[name][0]() == before
+    assert not before.differences(Snapshot.of_process())
