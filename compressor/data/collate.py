@@ -323,16 +323,17 @@ def _copied_together(group: Mapping[int, Tensor]) -> dict[int, Tensor]:
 
 
 def call_model(model: nn.Module, batch: Batch) -> Any:
-    """Run the model's forward on a batch.
+    """Run the model's forward on a copy of a batch: it may write to what it is given, and batches run more than once.
 
     Args:
         model: the model; called with keyword arguments for a dict, with positional ones for a tuple.
-        batch: on the device of the model.
+        batch: on the device of the model; not modified.
 
     Returns:
         What the forward returns.
     """
-    return model(*batch) if isinstance(batch, tuple) else model(**batch)
+    given = copied_batch(batch)
+    return model(*given) if isinstance(given, tuple) else model(**given)
 
 
 def hash_rows(rows: Sequence[Tensor], counted: Sequence[Tensor | None] | None = None) -> str:

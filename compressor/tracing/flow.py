@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.data.collate import Batch, call_model, copied_batch
+from compressor.data.collate import Batch, call_model
 from compressor.data.layouts import has_memory, num_bytes, shape_of
 from compressor.tracing.targets.records import Stage
 from compressor.tracing.targets.sample_state import TorchState
@@ -153,7 +153,7 @@ def measure_flow(model: nn.Module, stages: Sequence[Stage], batch: Batch) -> tup
                     hooks.callback(module.register_forward_hook(_giving(watch, stage.index)).remove)
             for name in _outside(model, stages):
                 hooks.callback(model.get_submodule(name).register_forward_pre_hook(_noting(watch, name)).remove)
-            call_model(model, copied_batch(batch))
+            call_model(model, batch)
     finally:
         state.restore()
     stops = [_stop(model, stage, watch, len(stages) - 1) for stage in stages]

@@ -165,7 +165,8 @@ class BlockLoss:
         return total
 
     def _to(self, tree: Any) -> Any:
-        return tree_map(lambda one: one.to(self._device) if isinstance(one, Tensor) else one, tree)
+        """A copy: a block may write to what it is given, and is called again with it."""
+        return tree_map(lambda one: one.to(self._device, copy=True) if isinstance(one, Tensor) else one, tree)
 
     def _output(self, inputs: Any) -> Tensor:
         args, kwargs = inputs

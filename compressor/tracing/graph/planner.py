@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, is_tensor, nn
 
-from compressor.data.collate import Batch, batch_to, call_model, copied_batch
+from compressor.data.collate import Batch, batch_to, copied_batch
 from compressor.data.layouts import digest as digest_of
 from compressor.data.layouts import kind_of, shape_of
 from compressor.errors import TracingError
@@ -78,7 +78,7 @@ def record(
 
 def _run(model: nn.Module, batch: Batch) -> Any:
     try:
-        return call_model(model, batch)
+        return model(*batch) if isinstance(batch, tuple) else model(**batch)
     except TracingError:
         raise
     except Exception as error:  # the model's own code raises what it likes

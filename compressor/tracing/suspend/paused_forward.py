@@ -14,7 +14,7 @@ from torch import nn, overrides
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.utils import _python_dispatch as dispatch
 
-from compressor.data.collate import Batch, batch_to, call_model, copied_batch
+from compressor.data.collate import Batch, batch_to, call_model
 from compressor.tracing.targets.sample_state import ModuleValues, TorchState, View
 
 # Modes of torch that code of Python is called by, which are stacks of the thread: those there are, and how one is put on and taken off.
@@ -86,7 +86,7 @@ class Sample(greenlet):
         batch, self._batch = self._batch, None
         assert batch is not None
         with torch.no_grad():
-            return call_model(self._model, copied_batch(batch if self._device is None else batch_to(batch, self._device)))
+            return call_model(self._model, batch if self._device is None else batch_to(batch, self._device))
 
     def advance(self, propagate: bool) -> None:
         """Run on to the next pause, or to the end. Called from outside.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from compressor.data.collate import Batch, call_model, copied_batch
+from compressor.data.collate import Batch, call_model
 from compressor.data.layouts import kind_of
 from compressor.errors import CompressorError, TracingError
 from compressor.random_state import foreign_random
@@ -167,7 +167,7 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
         Unrepeatable: the forward raised something, which is no matter of tracing.
     """
     try:
-        return call_model(model, copied_batch(batch))
+        return call_model(model, batch)
     except Exception as error:  # the model's own code raises what it likes
         if isinstance(error, CompressorError) or is_out_of_memory(error):
             raise
