@@ -1,6 +1,6 @@
 """What a recipe would do to a model, and what it would cost, without loading a weight or running a batch.
 
-Shapes come from the config alone, so a plan for a model of any size answers in seconds. Bytes on disk are exact. Memory and time are
+Shapes come from config and headers, so a plan for a model of any size answers in seconds. Bytes on disk are exact. Memory and time are
 estimates: memory from the model's own forward on shapes and from the formulas of the algorithms, time from arithmetic and from small
 pieces of it timed on this machine.
 """
