@@ -493,7 +493,7 @@ def test_a_config_that_follows_the_change_is_saved(token_ids, tmp_path):
 def test_a_weight_that_is_computed_from_others_is_refused_by_name(compute):
     model = _two_layers()
     compute(model.model.layers[1].mlp.up_proj)
-    with pytest.raises(TargetError, match=r"layers\.1\.mlp\.up_proj: the weight is computed"):
+    with pytest.raises(TargetError, match=r"layers\.1\.mlp\.up_proj: its weight is computed"):
         oneshot(model, recipe=recipe("W4A16"))
     oneshot(model, recipe=recipe("W4A16", ignore=["lm_head", "re:.*up_proj"]))
 
