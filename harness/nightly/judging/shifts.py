@@ -7,7 +7,7 @@ number of nights, with the estimate's own uncertainty on top), and that a single
 Nights that are noisier than those before, by themselves or by their repetitions, count by their own noise. A drift is a line through all
 nights of a level, with the same variance around it. The level at which both decide is far below 5 %, because they are asked every night for
 every metric; `simulation` measures what comes of it. Where neither shows and still neighbours resemble each other far more than noise does,
-several changes have come before the noise was known: then it is that around several levels, or around a level that ends in a line.
+several changes have come before the noise was known: then it is that around several levels and lines (`segments`).
 
 N nights, M nights before a step, K nights from it on, E nights that know the noise.
 """
@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import HarnessError
+from harness.nightly.judging.segments import has_structure, segments
 
 LEVEL = 1e-5
 """One-sided p below which a shift is one; chosen so that 50 metrics give at most one false alarm in 100 nights (`simulation`)."""
@@ -38,8 +39,6 @@ _RECENT = 6  # nights before a step, and all behind it, may be noisier than the 
 _NOISIER, _OTHER_NOISE = 2.0, 3.0  # by how much, so that they count by their own noise, and so that they alone know it
 _LEAST_DRIFT = 10
 _DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
-_MANY, _LEAST_LEVEL = (2, 3, 4), 5  # changes that are looked for at once where one explains nothing, and nights of each level then
-_STRUCTURE = 4.0  # by which each of them must lower the squares; noise whose neighbours have a correlation of 0.6 looks like 2.5
 _MAX_CORRELATION = 0.9
 _NOTHING: NDArray[np.float64] = np.empty(0)
 _NORMAL = NormalDist()
@@ -190,20 +189,10 @@ def _look(nights: _Nights) -> Shift | None:
     count = len(nights.levels_N)
     if count < 2 * LEAST_AFTER or count + len(nights.residuals_E) < LEAST_NOISE + LEAST_AFTER:
         return None
-    candidates = _showing(_step(nights), _drift(nights, 0))
-    if not candidates and _has_structure(nights.levels_N):
-        candidates = _showing(_first_step(nights), _drift(nights, _bend(nights.levels_N)))
-    return min(candidates, key=lambda one: one[1])[0] if candidates else None
-
-
-def _showing(*candidates: tuple[Shift, float] | None) -> list[tuple[Shift, float]]:
-    return [one for one in candidates if one is not None and one[0].shows]
-
-
-def _has_structure(levels_N: NDArray[np.float64]) -> bool:
-    """Whether nights differ from all others far more than from their neighbours (von Neumann's ratio)."""
-    steps_M, centred_N = np.diff(levels_N), levels_N - _mean(levels_N)
-    return float(centred_N @ centred_N) > _STRUCTURE * float(steps_M @ steps_M) / 2
+    candidates = [one for one in (_step(nights), _drift(nights, 0)) if one is not None and one[0].shows]
+    simple = min(candidates, key=lambda one: one[1])[0] if candidates else None
+    first = _first_of_many(nights) if simple is not None or has_structure(nights.levels_N) else None
+    return simple if first is None or not first.shows else replace(first, seen=count)
 
 
 def _step(nights: _Nights) -> tuple[Shift, float] | None:
@@ -212,10 +201,10 @@ def _step(nights: _Nights) -> tuple[Shift, float] | None:
     return _step_at(_splits(nights.levels_N, 1)[0], nights) if found is not None and found[0].shows else None
 
 
-def _step_at(place: int, nights: _Nights) -> tuple[Shift, float] | None:
+def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tuple[Shift, float] | None:
     """The test of a place, and the squares that are left. Welch's idea; the spread is that of all who know it, or a side's own."""
     before_M, after_K = nights.levels_N[:place], nights.levels_N[place:]
-    known = [nights.residuals_E, _centred(before_M), *([_centred(after_K)] if len(after_K) >= _KNOWN_AFTER else [])]
+    known = [nights.residuals_E, _centred(before_M), *([_centred(after_K)] if len(after_K) >= known_after else [])]
     if sum(map(len, known)) < LEAST_NOISE:
         return None
     kept_E, spread = _noise(np.concatenate(known))
@@ -233,20 +222,28 @@ def _step_at(place: int, nights: _Nights) -> tuple[Shift, float] | None:
     return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees), _squares([before_M, after_K])
 
 
-def _first_step(nights: _Nights) -> tuple[Shift, float] | None:
-    """The first of several steps, where they explain the nights and one does not: nights of later levels know the noise, too."""
-    levels_N = nights.levels_N
-    one = _squares(np.split(levels_N, _splits(levels_N, 1)))
-    for many in _MANY:
-        if len(levels_N) < (many + 1) * _LEAST_LEVEL:
-            return None
-        places = _splits(levels_N, many, _LEAST_LEVEL)
-        parts = np.split(levels_N, places)
-        squares = _squares(parts)
-        if squares * _STRUCTURE ** (many - 1) <= one:
-            found = _step_at(places[0], nights.until(places[1], [_centred(part) for part in parts[2:]]))
-            return None if found is None else (replace(found[0], seen=len(levels_N)), squares)
-    return None
+def _first_of_many(nights: _Nights) -> Shift | None:
+    """The first change of several: nights of later levels and lines know the noise, too."""
+    levels_N = nights.levels_N.copy()
+    first, *later = segments(_without_spikes(levels_N))
+    known = [_line(levels_N[one.start : one.end], 0)[1] if one.is_line else _centred(levels_N[one.start : one.end]) for one in later]
+    if first.is_line:
+        return _shift(_drift(nights.until(first.end, known), 0))
+    if not later:
+        return None
+    second = later[0]
+    if not second.is_line:
+        return _shift(_step_at(first.end, nights.until(second.end, known[1:]), LEAST_AFTER))
+    # Where the line begins is as sure as the mean of a quarter of its nights would be.
+    shown = second.start + max(LEAST_AFTER, (second.end - second.start) // 4)
+    slope = _line(levels_N[second.start : second.end], 0)[0]
+    levels_N[second.start : second.end] -= slope * np.arange(second.end - second.start)
+    jump = _shift(_step_at(first.end, replace(nights, levels_N=levels_N).until(shown, known)))
+    return jump if jump is not None and jump.shows else _shift(_drift(nights.until(second.end, known[1:]), second.start))
+
+
+def _shift(found: tuple[Shift, float] | None) -> Shift | None:
+    return None if found is None else found[0]
 
 
 def _squares(parts: Sequence[NDArray[np.float64]]) -> float:
@@ -273,12 +270,6 @@ def _drift(nights: _Nights, bend: int) -> tuple[Shift, float] | None:
     if squares > _squares(np.split(nights.levels_N, [_split_by_sums(nights.levels_N)])):  # a step that nobody knows to be one yet
         return None
     return Shift(begun, count, count - LEAST_AFTER, rise, error, _degrees(len(kept_E), correlation), bend), squares
-
-
-def _bend(levels_N: NDArray[np.float64]) -> int:
-    """The night from which on a line fits best behind a level, by least squares."""
-    places = range(LEAST_AFTER, max(LEAST_AFTER + 1, len(levels_N) - _LEAST_DRIFT + 1))
-    return min(places, key=lambda bend: float(np.square(_fitted(levels_N, _nights_since(bend, len(levels_N)))[1] - levels_N).sum()))
 
 
 def _nights_since(bend: int, count: int) -> NDArray[np.float64]:
@@ -341,6 +332,13 @@ def _splits(levels_N: NDArray[np.float64], many: int, least: int = LEAST_AFTER) 
 def _clipped(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """What is far outside counts no more than what is just outside."""
     return _within(levels_N, median(levels_N), 20 * _noise(levels_N)[1])
+
+
+def _without_spikes(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Nights that lie far outside of both of their neighbours are moved to these."""
+    around_N = levels_N.copy()
+    around_N[1:-1] = np.median(np.stack([levels_N[:-2], levels_N[1:-1], levels_N[2:]]), axis=0)
+    return around_N + _winsorized(levels_N - around_N)[0]
 
 
 def _noise(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:

@@ -165,11 +165,24 @@ def test_a_drift_that_begins_before_the_noise_is_known_is_found(rate: float, ben
     assert judge(series([1 - rate * max(0, night - bend) for night in range(nights)])).changes == ()
 
 
-@pytest.mark.parametrize("places", [(8, 16), (10, 20), (15, 25), (7, 14, 21)])
+@pytest.mark.parametrize("places", [(8, 16), (10, 20), (15, 25), (7, 14, 21), (2, 4), (3, 6), (3, 9), (5, 8, 11)])
 def test_several_steps_before_the_noise_is_known_are_found_each_where_it_is(places: tuple[int, ...]) -> None:
     for nights in (LEAST_NOISE + 10, 60):
         found = judge(series([1.1 ** sum(night >= place for place in places) for night in range(nights)]))
         assert [change.night for change in found.changes] == [night_label(place) for place in places], found.summary
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_and_drifts_together_are_told_apart_from_noise(seed: int) -> None:
+    stories = {
+        "a step and a drift behind it": lambda night: 1.0 if night < 12 else 1.05 + 0.005 * (night - 12),
+        "a better level that drifts away": lambda night: 1.0 if night < 12 else 0.9 + 0.005 * (night - 12),
+        "a drift that ends in a step": lambda night: (1 + 0.005 * min(night, 20)) * (1.1 if night >= 20 else 1),
+        "a drift in between": lambda night: 1 + 0.008 * min(max(0, night - 10), 15),
+    }
+    for story, size in stories.items():
+        found = judge(series([size(night) for night in range(60)], seed))
+        assert found.verdict is Verdict.REGRESSION and found.changes[0].night <= night_label(25), (story, found.summary)
 
 
 @pytest.mark.parametrize("repetitions", [1, 5])
