@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 _STRUCTURE = 4.0  # by how much nights differ from all others more than from their neighbours; noise with a correlation of 0.6 gives 2.5
 _GAIN = 3.0  # by how much each change must lower the squares
 _MOST_CHANGES = 8
-_LEAST_LEVEL, _LEAST_LINE = 2, 5  # nights
+_LEAST_LEVEL, LEAST_LINE = 2, 5
+"""Nights."""
 _FLOOR = 1e-12  # squares of a night that are none
 
 
@@ -85,4 +86,4 @@ def _squares(levels_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
     held = np.maximum(length, 1.0)
     flat = np.maximum(square - total**2 / held, 0.0)
     line = np.maximum(flat - (moment - middle * total) ** 2 / np.maximum((held**3 - held) / 12, 1.0), 0.0)
-    return np.where(length >= _LEAST_LEVEL, flat, math.inf), np.where(length >= _LEAST_LINE, line, math.inf)
+    return np.where(length >= _LEAST_LEVEL, flat, math.inf), np.where(length >= LEAST_LINE, line, math.inf)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import HarnessError
-from harness.nightly.judging.segments import has_structure, segments
+from harness.nightly.judging.segments import LEAST_LINE, Segment, has_structure, segments
 
 LEVEL = 1e-5
 """One-sided p below which a shift is one; chosen so that 50 metrics give at most one false alarm in 100 nights (`simulation`)."""
@@ -191,7 +191,8 @@ def _look(nights: _Nights) -> Shift | None:
         return None
     candidates = [one for one in (_step(nights), _drift(nights, 0)) if one is not None and one[0].shows]
     simple = min(candidates, key=lambda one: one[1])[0] if candidates else None
-    first = _first_of_many(nights) if simple is not None or has_structure(nights.levels_N) else None
+    is_noise = simple is None and not any(map(has_structure, (nights.levels_N, _winsorized(nights.levels_N)[0])))
+    first = None if is_noise else _first_of_many(nights)
     return simple if first is None or not first.shows else replace(first, seen=count)
 
 
@@ -208,7 +209,7 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     if sum(map(len, known)) < LEAST_NOISE:
         return None
     kept_E, spread = _noise(np.concatenate(known))
-    sign = 1.0 if _mean(after_K) > _mean(before_M) else -1.0
+    sign = 1.0 if median(after_K) > median(before_M) else -1.0
     effect = max(0.0, _location(sign * after_K, spread) + _location(-sign * before_M, spread))
     if effect < LEAST_EFFECT:
         return None
@@ -225,21 +226,40 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
 def _first_of_many(nights: _Nights) -> Shift | None:
     """The first change of several: nights of later levels and lines know the noise, too."""
     levels_N = nights.levels_N.copy()
-    first, *later = segments(_without_spikes(levels_N))
+    first, *later = parts = segments(_without_spikes(levels_N))
     known = [_line(levels_N[one.start : one.end], 0)[1] if one.is_line else _centred(levels_N[one.start : one.end]) for one in later]
     if first.is_line:
-        return _shift(_drift(nights.until(first.end, known), 0))
+        drift = _shift(_drift(nights.until(first.end, known), 0, LEAST_LINE))
+        return drift if drift is not None and drift.shows else _on_the_way(nights, parts, 0)
     if not later:
         return None
     second = later[0]
     if not second.is_line:
         return _shift(_step_at(first.end, nights.until(second.end, known[1:]), LEAST_AFTER))
     # Where the line begins is as sure as the mean of a quarter of its nights would be.
-    shown = second.start + max(LEAST_AFTER, (second.end - second.start) // 4)
+    shown = second.start + _quarter(second)
     slope = _line(levels_N[second.start : second.end], 0)[0]
     levels_N[second.start : second.end] -= slope * np.arange(second.end - second.start)
     jump = _shift(_step_at(first.end, replace(nights, levels_N=levels_N).until(shown, known)))
-    return jump if jump is not None and jump.shows else _shift(_drift(nights.until(second.end, known[1:]), second.start))
+    drift = _shift(_drift(nights.until(second.end, known[1:]), second.start, LEAST_LINE))
+    return next((one for one in (jump, drift) if one is not None and one.shows), _on_the_way(nights, parts, 1))
+
+
+def _on_the_way(nights: _Nights, parts: Sequence[Segment], line: int) -> Shift | None:
+    """From a level to another by what is a curve in truth: around a line, nights do not know the noise, so levels alone are compared."""
+    if len(parts) < line + 2 or parts[line + 1].is_line:
+        return None
+    way, behind = parts[line : line + 2]
+    place = way.start or _quarter(way)
+    kept = np.r_[:place, behind.start : behind.end]
+    later = [_centred(nights.levels_N[one.start : one.end]) for one in parts[line + 2 :] if not one.is_line]
+    levels = replace(nights, levels_N=nights.levels_N[kept], errors_N=nights.errors_N[kept])
+    found = _shift(_step_at(place, levels.until(len(kept), later), LEAST_AFTER))
+    return None if found is None else replace(found, start=behind.start, bend=max(0, place - 1))
+
+
+def _quarter(part: Segment) -> int:
+    return max(LEAST_AFTER, (part.end - part.start) // 4)
 
 
 def _shift(found: tuple[Shift, float] | None) -> Shift | None:
@@ -251,10 +271,10 @@ def _squares(parts: Sequence[NDArray[np.float64]]) -> float:
     return sum(float(rest @ rest) for rest in (part - _mean(part) for part in parts))
 
 
-def _drift(nights: _Nights, bend: int) -> tuple[Shift, float] | None:
+def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift, float] | None:
     """A line through all nights from a bend on: the test of its rise to the last, and the squares that are left."""
     count = len(nights.levels_N)
-    if count - bend < _LEAST_DRIFT:
+    if count - bend < least:
         return None
     slope, own_N = _line(nights.levels_N, bend)
     rise = slope * (count - 1 - bend)

@@ -179,10 +179,17 @@ def test_steps_and_drifts_together_are_told_apart_from_noise(seed: int) -> None:
         "a better level that drifts away": lambda night: 1.0 if night < 12 else 0.9 + 0.005 * (night - 12),
         "a drift that ends in a step": lambda night: (1 + 0.005 * min(night, 20)) * (1.1 if night >= 20 else 1),
         "a drift in between": lambda night: 1 + 0.008 * min(max(0, night - 10), 15),
+        "a rise that settles": lambda night: 1.2 - 0.2 * math.exp(-max(0, night - 12) / 6),
     }
     for story, size in stories.items():
         found = judge(series([size(night) for night in range(60)], seed))
         assert found.verdict is Verdict.REGRESSION and found.changes[0].night <= night_label(25), (story, found.summary)
+
+
+@pytest.mark.parametrize("bad", [(20, 21), (5, 6), (20, 25), (20, 21, 22)])
+def test_bad_nights_do_not_hide_a_later_step(bad: tuple[int, ...]) -> None:
+    found = judge(series([10.0 if night in bad else 1.1 if night >= 45 else 1.0 for night in range(70)]))
+    assert found.verdict is Verdict.REGRESSION and found.changes[-1].night == night_label(45), found.summary
 
 
 @pytest.mark.parametrize("repetitions", [1, 5])
