@@ -26,6 +26,7 @@ from compressor.modifiers.schemes.input_statistics import input_of
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.modifiers.tuning.blocks import BlockCalls, BlockLoss, weights_tried
 from compressor.modifiers.tuning.budget import frozen
+from compressor.modifiers.tuning.gradients import Unreached, told_unreached
 from compressor.nn import weight_of
 from compressor.nn.straight_through import through_rounding
 from compressor.numerics import QParams, QuantizationArgs, QuantizationScheme, dynamic_qparams
@@ -33,6 +34,7 @@ from compressor.tracing import partition
 
 _JUDGES = 16  # sequences on which the best step is found, at most
 _MEASUREMENTS = 10
+_GRADIENT = "gradient"  # in the details of a module's record
 _PLACED = (QParams, ModuleRecord)
 _STREAMS: Mapping[str | None, BaseStream] = MappingProxyType({"base": "required", None: "wanted", "propagated": "unused"})
 
@@ -131,6 +133,14 @@ class AutoRoundModifier(SchemeModifier):
         super().on_calibration_end(state, event)
         self._calls = {}
 
+    def on_finalize(self, state: State) -> bool:
+        """Say which modules no gradient came to, also in stages that a resumed run took over."""
+        records = [state.report.modules[name] for name in self._schemes if name in state.report.modules]
+        without = [record.name for record in records if _GRADIENT in record.details]
+        if without:
+            state.report.notes.append(told_unreached(self.label, without, len(records)))
+        return super().on_finalize(state)
+
     def skip_stage(self, state: State, stage: FinishedStage) -> None:
         """Take over a finished stage; blocks that are done are watched no more."""
         super().skip_stage(state, stage)
@@ -182,18 +192,21 @@ class AutoRoundModifier(SchemeModifier):
             name: LearnedRounding(weight_of(one), self._weights(name), self.global_scale(name), learn_range=self.enable_minmax_tuning)
             for name, one in floats.items()
         }
-        before, after, best = 0.0, 0.0, 0
+        before, after, best, unreached = 0.0, 0.0, 0, Unreached(names if calls.calls else ())
         if calls.calls:
             with without_modifier_hooks(module), frozen(module), ExitStack() as held:
                 loss = BlockLoss(module, calls, state.device, block)
                 for name, one in floats.items():
                     held.enter_context(_inputs_rounded(one, self._schemes[name]))
-                before, after, best = self._descend(loss, floats, roundings, state.seed + zlib.crc32(block.encode()))
+                before, after, best = self._descend(loss, floats, roundings, unreached, state.seed + zlib.crc32(block.encode()))
         details: dict[str, Detail] = {"block_loss_before": before, "block_loss": after, "best_step": best}
-        return {name: self._rounded(name, rounding, details) for name, rounding in roundings.items()}
+        without: dict[str, Detail] = {_GRADIENT: "none"}
+        return {
+            name: self._rounded(name, rounding, details | without if name in unreached else details) for name, rounding in roundings.items()
+        }
 
     def _descend(
-        self, loss: BlockLoss, floats: dict[str, nn.Module], roundings: dict[str, LearnedRounding], seed: int
+        self, loss: BlockLoss, floats: dict[str, nn.Module], roundings: dict[str, LearnedRounding], unreached: Unreached, seed: int
     ) -> tuple[float, float, int]:
         """Go the steps; return the error on the judges at the start and at the best step, and that step. Changes the roundings."""
         generator = torch.Generator().manual_seed(seed % 2**63)
@@ -210,6 +223,7 @@ class AutoRoundModifier(SchemeModifier):
                 with weights_tried(floats, leaves):
                     loss.backward(drawn)
             for name, leaf in leaves.items():
+                unreached.meet(name, leaf.grad)
                 if leaf.grad is not None:  # else no token of these came to the expert
                     roundings[name].step(leaf.grad, rate * share, range_rate * share)
             if step % every == 0 or step == self.iters:

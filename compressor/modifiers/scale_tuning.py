@@ -115,6 +115,7 @@ class ScaleTuningModifier(Modifier):
             task.advance(self.steps - outcome.steps)
         changed = moves.settle(state) if outcome.best_step else {}
         self._report(state, base, split, outcome, changed)
+        state.report.notes += moves.unreached.notes(self.label)
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
         """Nothing: what a stage made is the work of others, and tuning begins anew when all stages are there."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from compressor.algorithms.rotations import Rotation
 from compressor.mappings.pairs import ScalePair
 from compressor.mappings.turns import Turn, TurnPlan
+from compressor.modifiers.tuning.gradients import Unreached
 from compressor.nn.build import is_quantizable
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.nn.straight_through import through_rounding
@@ -76,7 +77,11 @@ class LearnedRotation:
 
 
 class LearnedTurns:
-    """All rotations of a model that are learned, with the modules that they turn; see `compressor.modifiers.tuning.budget.tune`."""
+    """All rotations of a model that are learned, with the modules that they turn; see `compressor.modifiers.tuning.budget.tune`.
+
+    Attributes:
+        unreached: modules that are turned.
+    """
 
     def __init__(
         self,
@@ -109,6 +114,7 @@ class LearnedTurns:
         quantized = [name for name, scheme in schemes.items() if scheme.weights is not None and is_quantizable(model.get_submodule(name))]
         self._rounded = [name for name in quantized if name not in self._plan.names]
         self._turns = turns
+        self.unreached = Unreached(name for name in self._plan.names if self._plan.turns_of(name))
 
     def tensors(self) -> list[Tensor]:
         """Return what moves, for an optimizer."""
@@ -166,6 +172,7 @@ class LearnedTurns:
 
         def hand_on(tensor: Tensor) -> None:
             gradient, tensor.grad = tensor.grad, None
+            self.unreached.meet(name, gradient)
             if not self._plan.turns_of(name):
                 return
             now = dict(module._parameters)

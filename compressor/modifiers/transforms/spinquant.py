@@ -263,6 +263,7 @@ class SpinQuantModifier(RotatingModifier):
             f"{self.label}: {base.measure} of the rounded model {outcome.before:.6g} -> {outcome.after:.6g} on {len(split.held_out)} "
             f"held-out sequences (best after step {outcome.best_step} of {outcome.steps}), rotations learned on {len(split.trained)}"
         )
+        state.report.notes += moves.unreached.notes(self.label)
         return moves.settled() if outcome.best_step else list(turns)
 
     def _report(self, state: State, basis: Basis | None, online: Sequence[Turn], offline: Sequence[Turn]) -> None:

@@ -21,7 +21,8 @@ from compressor.algorithms.scale_tuning import divergence
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import CalibrationError, NumericsError
-from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined, send_back
+from compressor.modifiers.tuning.gradients import send_back
+from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
 
 Kind = Literal["hidden", "logits", "states"]
 

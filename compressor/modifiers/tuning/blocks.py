@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec
 from compressor.distributed.ranks import Ranks
 from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
-from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined, send_back
+from compressor.modifiers.tuning.gradients import send_back
+from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
 from compressor.nn.quantized_linear import is_conv1d
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compressor.algorithms.scale_tuning import FixedCodes, move_gradient, moved_scale, scaled_weight, unit_of
 from compressor.lifecycle import State
+from compressor.modifiers.tuning.gradients import Unreached
 from compressor.nn import QuantizedLayer
 from compressor.numerics import check_qparams
 
@@ -105,6 +106,7 @@ class Moves:
     Attributes:
         scales: by the name of the layer.
         norms: by the name of the parameter.
+        unreached: of both.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[str, object], *, norms: bool) -> None:
@@ -120,6 +122,7 @@ class Moves:
         units = [scale.fixed.unit for scale in self.scales.values()]
         unit = sum(units) / max(1, len(units))
         self.norms = {f"{name}.{key}": MovingNorm.of(norm, key, unit) for name, norm, key in _norms(model)} if norms else {}
+        self.unreached = Unreached([*self.scales, *self.norms])
 
     def tensors(self) -> list[Tensor]:
         """Return the moves, for an optimizer."""
@@ -145,13 +148,27 @@ class Moves:
             Nothing.
         """
         with ExitStack() as held:
-            for one in self.scales.values():
-                held.enter_context(one.layer.materialize(_leaf(one)))
-            for norm in self.norms.values():
+            for name, one in self.scales.items():
+                held.enter_context(one.layer.materialize(self._leaf(name, one)))
+            for name, norm in self.norms.items():
                 table: dict[str, Any] = norm.norm._parameters
                 held.callback(table.__setitem__, norm.key, norm.start)
-                table[norm.key] = _leaf(norm)
+                table[norm.key] = self._leaf(name, norm)
             yield
+
+    def _leaf(self, name: str, moving: MovingScale | MovingNorm) -> Tensor:
+        """The present value, which hands its gradient on."""
+        leaf = moving.value()
+        if torch.is_grad_enabled():
+
+            def hand_on(tensor: Tensor) -> None:
+                assert tensor.grad is not None
+                self.unreached.meet(name, tensor.grad)
+                moving.take(tensor.grad)
+                tensor.grad = None
+
+            leaf.requires_grad_().register_post_accumulate_grad_hook(hand_on)
+        return leaf
 
     @torch.no_grad()
     def settle(self, state: State) -> dict[str, float]:
@@ -174,20 +191,6 @@ class Moves:
         for name, new in changed.items():
             state.replace_module(name, new)
         return steps
-
-
-def _leaf(moving: MovingScale | MovingNorm) -> Tensor:
-    """The present value, which hands its gradient on."""
-    leaf = moving.value()
-    if torch.is_grad_enabled():
-
-        def hand_on(tensor: Tensor) -> None:
-            assert tensor.grad is not None
-            moving.take(tensor.grad)
-            tensor.grad = None
-
-        leaf.requires_grad_().register_post_accumulate_grad_hook(hand_on)
-    return leaf
 
 
 def _add(move: Tensor, gradient: Tensor) -> None:

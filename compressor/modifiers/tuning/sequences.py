@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from compressor.errors import CalibrationError
-
 Axes = tuple[int | None, ...]  # of every leaf of a tree, the dimension in which sequences lie; None: all share it
 
 MOST_TOKENS = 2048  # in a forward with gradients, if it has more than one sequence
@@ -164,25 +162,3 @@ def _together(pieces: Sequence[Piece]) -> Any:
     columns = zip(*(piece.leaves for piece in pieces), strict=True)
     leaves = [column[0] if axis is None else torch.cat(column, dim=axis) for column, axis in zip(columns, first.axes, strict=True)]
     return tree_unflatten(leaves, first.spec)
-
-
-def send_back(output: Tensor, gradient: Tensor | None, where: str) -> None:
-    """Add the gradients of an output to whatever asks for them.
-
-    Args:
-        output: of a forward.
-        gradient: as the output; None for a scalar.
-        where: whose forward it was, for errors.
-
-    Raises:
-        CalibrationError: the forward keeps no gradients, or has written over what they need.
-    """
-    instead = "change the forward, or take a modifier that trains nothing (GPTQModifier, mode: default)"
-    if not output.requires_grad:
-        raise CalibrationError(f"{where}: its forward keeps no gradients (no_grad, inference_mode, detach or numpy in it); {instead}")
-    try:
-        output.backward(gradient)
-    except RuntimeError as error:
-        if "inplace operation" not in str(error):
-            raise
-        raise CalibrationError(f"{where}: its forward writes in place over what gradients need; {instead}") from error

@@ -187,3 +187,16 @@ def test_a_rotation_that_did_not_help_is_not_taken() -> None:
 def test_matrices_of_any_kind_may_begin() -> None:
     learned = LearnedRotation.of(Rotation((torch.eye(4, dtype=torch.float64),)), CPU, keeps_mean=False)
     assert torch.equal(learned.turn(torch.ones(2, 8)), torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_modules_that_no_gradient_comes_to_are_named(is_cut: bool) -> None:
+    model = llama()
+    if is_cut:
+        model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output.detach())
+    recipe = [SpinQuantModifier(rotations=["R1"], **TRAINED | {"steps": 2}), QuantizationModifier(config_groups=INT2, ignore=["lm_head"])]
+    notes = [note for note in oneshot(model, recipe=recipe, dataset=IDS).report.notes if "no gradient came" in note]
+    assert len(notes) == is_cut
+    if is_cut:
+        names = [f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")]  # and the norm that they read
+        assert f"to 4 of 21 that are trained ({', '.join(names)}, ...)" in notes[0]

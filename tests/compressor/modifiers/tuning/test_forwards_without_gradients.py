@@ -16,6 +16,20 @@ IDS = torch.randint(32, (16, 9), generator=torch.Generator().manual_seed(0))
 GROUPED: dict[str, Any] = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 8}}}}
 
 
+def _without_grad(layer: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = layer(x).sigmoid()
+    return found
+
+
+CUT: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {  # what a layer gives, past all gradients
+    "b under no_grad": _without_grad,
+    "b detached": lambda layer, x: layer(x).sigmoid().detach(),
+    "b rounded": lambda layer, x: layer(x).round(),
+    "b compared": lambda layer, x: (layer(x) > 0).float(),
+}
+
+
 class Layer(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -30,6 +44,8 @@ class Layer(nn.Module):
         if self.kind == "no_grad":
             with torch.no_grad():
                 return h + self.b(torch.relu(self.a(x)))
+        if self.kind in CUT:
+            return h + torch.relu(self.a(x)) * CUT[self.kind](self.b, x)
         if self.kind == "numpy":
             return h + torch.from_numpy(self.b(torch.relu(self.a(x))).detach().numpy())
         return h + self.b(torch.relu(self.a(x)))
@@ -70,7 +86,24 @@ def test_forwards_without_gradients_are_told(name: str, kind: str) -> None:
     assert oneshot(Model(kind).eval(), recipe=GPTQModifier(**GROUPED), dataset=IDS).report.modules  # the remedy
 
 
-def test_what_gives_gradients_in_part_is_trained_in_part() -> None:
+def told(kind: str, recipe: Any) -> tuple[str, Any]:
     torch.manual_seed(0)
-    notes = oneshot(Model("no_grad").eval(), recipe=TRAINS["ScaleTuning"](), dataset=IDS).report.notes
-    assert "squared error of the output" in notes[-1]
+    result = oneshot(Model(kind).eval(), recipe=recipe, dataset=IDS)
+    return " ".join(note for note in result.report.notes if "no gradient came" in note), result
+
+
+@pytest.mark.parametrize("kind", CUT)
+@pytest.mark.parametrize("name", TRAINS)
+def test_what_no_gradient_comes_to_is_named(name: str, kind: str) -> None:
+    note, result = told(kind, TRAINS[name]())
+    assert "to 2 of " in note
+    assert "(layers.0.b, layers.1.b)" in note
+    assert not told("", TRAINS[name]())[0]
+    if name == "AutoRound":
+        plain, codes = told(kind, QuantizationModifier(**GROUPED))[1].model, result.model
+        assert torch.equal(codes.get_submodule("layers.0.b").codes(), plain.get_submodule("layers.0.b").codes())
+        assert [name for name, record in result.report.modules.items() if "gradient" in record.details] == ["layers.0.b", "layers.1.b"]
+
+
+def test_norms_that_no_gradient_comes_to_are_named_too() -> None:
+    assert "to 8 of 9 that are trained (layers.0.a, layers.0.b, layers.0.norm.bias, ...)" in told("no_grad", TRAINS["ScaleTuning"]())[0]
