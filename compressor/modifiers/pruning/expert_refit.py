@@ -156,7 +156,7 @@ def refit_layer(state: State, layer: str, seen: SeenLayer) -> tuple[float, float
         new = refit(sent, old, outputs_NC[fits_N] - given_NC, _DAMPENING_FRAC, _ROUNDS)
         rounded = [one.to(weight.dtype) for one, weight in zip(new, weights, strict=True)]
         for tokens, one, was in zip(judged, rounded, old, strict=True):
-            held_NC[tokens.rows_n] += tokens.inputs_nD @ (one.float() - was).T
+            held_NC = held_NC.index_add(0, tokens.rows_n, tokens.inputs_nD @ (one.float() - was).T)  # it may be an inference tensor
         after = _relative_error(held_NC, outputs_NC[judging_N])
         if not after < before:
             return before, before
@@ -177,14 +177,14 @@ def _sent(model: nn.Module, layer: str, block: str, inputs_NC: Tensor) -> tuple[
     def keep_inner(index: int) -> Any:
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             del module
-            inner[index] = args[0].detach().float()
+            inner[index] = args[0].detach().to(torch.float32, copy=True)
 
         return hook
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         del module
         routing.update(routing_of(args, kwargs))
-        given.append(output.detach().float())
+        given.append(output.detach().to(torch.float32, copy=True))  # the block may write to it
 
     with ExitStack() as stack:
         stack.callback(experts.register_forward_hook(note, with_kwargs=True).remove)

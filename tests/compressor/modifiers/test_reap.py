@@ -267,6 +267,22 @@ def test_experts_that_stay_make_good_for_those_that_went_where_held_out_tokens_s
     assert not any(layer["refit"] for layer in models[1].report.transforms[0]["layers"])
 
 
+@pytest.mark.parametrize("how", ["inference_mode", "writes"])
+def test_refitting_takes_a_block_that_makes_inference_tensors_or_writes_to_what_its_experts_gave(how: str) -> None:
+    def run(change: Callable[[Any], Any]) -> dict[str, Tensor]:
+        model: Any = qwen3_moe()
+        for layer in model.model.layers:
+            layer.mlp.forward = change(layer.mlp.forward)
+        oneshot(model, recipe=REAPPruningModifier(sparsity=0.5), dataset=IDS)
+        return dict(model.state_dict())
+
+    if how == "inference_mode":
+        plain, other = run(lambda forward: forward), run(torch.inference_mode())
+    else:
+        plain, other = run(lambda forward: lambda x: forward(x) * 2), run(lambda forward: lambda x: forward(x).mul_(2))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in plain.items())
+
+
 def test_refitting_is_least_squares() -> None:
     generator = torch.Generator().manual_seed(0)
 
