@@ -9,6 +9,11 @@ from torch import Tensor
 from compressor.errors import CalibrationError
 from compressor.model.folder import some
 
+_INSTEAD = (
+    "change the forward, or train nothing: GPTQModifier without mode: best in place of AutoRoundModifier, SpinQuantModifier without "
+    "learnable, no ScaleTuningModifier"
+)
+
 
 class Unreached:
     """What is trained and has met no gradient but zero so far: behind a no_grad, a detach or a rounding a forward cuts it off."""
@@ -76,12 +81,11 @@ def send_back(output: Tensor, gradient: Tensor | None, where: str) -> None:
     Raises:
         CalibrationError: the forward keeps no gradients, or has written over what they need.
     """
-    instead = "change the forward, or take a modifier that trains nothing (GPTQModifier, mode: default)"
     if not output.requires_grad:
-        raise CalibrationError(f"{where}: its forward keeps no gradients (no_grad, inference_mode, detach or numpy in it); {instead}")
+        raise CalibrationError(f"{where}: its forward keeps no gradients (no_grad, inference_mode, detach or numpy in it); {_INSTEAD}")
     try:
         output.backward(gradient)
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
-        raise CalibrationError(f"{where}: its forward writes in place over what gradients need; {instead}") from error
+        raise CalibrationError(f"{where}: its forward writes in place over what gradients need; {_INSTEAD}") from error

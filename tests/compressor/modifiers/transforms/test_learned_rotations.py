@@ -200,3 +200,15 @@ def test_modules_that_no_gradient_comes_to_are_named(is_cut: bool) -> None:
     if is_cut:
         names = [f"model.layers.1.mlp.{name}_proj" for name in ("down", "gate", "up")]  # and the norm that they read
         assert f"to 4 of 21 that are trained ({', '.join(names)}, ...)" in notes[0]
+
+
+def test_a_forward_without_gradients_teaches_no_rotation_and_takes_a_fixed_one() -> None:
+    def run(**settings: Any) -> Any:
+        model = llama()
+        model.forward = torch.no_grad()(model.forward)
+        recipe = [SpinQuantModifier(rotations=["R1"], **settings), QuantizationModifier(config_groups=INT2, ignore=["lm_head"])]
+        return oneshot(model, recipe=recipe, dataset=IDS)
+
+    with pytest.raises(CalibrationError, match="its forward keeps no gradients .*train nothing: .*SpinQuantModifier without learnable"):
+        run(**TRAINED)
+    assert run().report.transforms
