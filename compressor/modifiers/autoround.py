@@ -26,7 +26,7 @@ from compressor.modifiers.schemes.input_statistics import input_of
 from compressor.modifiers.schemes.targets import scheme_label
 from compressor.modifiers.tuning.blocks import BlockCalls, BlockLoss, weights_tried
 from compressor.modifiers.tuning.budget import frozen
-from compressor.modifiers.tuning.gradients import Unreached, told_unreached
+from compressor.modifiers.tuning.gradients import Unreached, saved_values_checked, told_unreached
 from compressor.nn import weight_of
 from compressor.nn.straight_through import through_rounding
 from compressor.numerics import QParams, QuantizationArgs, QuantizationScheme, dynamic_qparams
@@ -220,7 +220,7 @@ class AutoRoundModifier(SchemeModifier):
             share = 1 - (step - 1) / self.iters
             with torch.enable_grad():
                 leaves = {name: one.values().requires_grad_() for name, one in roundings.items()}
-                with weights_tried(floats, leaves):
+                with weights_tried(floats, leaves), saved_values_checked(loss.name, is_first=step == 1):
                     loss.backward(drawn)
             for name, leaf in leaves.items():
                 unreached.meet(name, leaf.grad)

@@ -86,7 +86,11 @@ class BlockCalls:
 
 
 class BlockLoss:
-    """The squared error of a block's output over sequences that are drawn."""
+    """The squared error of a block's output over sequences that are drawn.
+
+    Attributes:
+        name: of the block.
+    """
 
     def __init__(self, block: nn.Module, calls: BlockCalls, device: torch.device, name: str) -> None:
         """Compute the targets that are missing with the block as it is now, a forward of all calls, and cut calls into sequences.
@@ -101,7 +105,7 @@ class BlockLoss:
             CalibrationError: calls on the two streams do not correspond.
             NumericsError: NaN or infinity in what the block should give for a token that counts.
         """
-        self._block, self._device, self._name = block, device, name
+        self._block, self._device, self.name = block, device, name
         targets = [given for _, given in calls.targets]
         if targets and len(targets) != len(calls.calls):
             raise CalibrationError(
@@ -157,10 +161,10 @@ class BlockLoss:
             loss = error.sum()
             total += float(loss.detach())
             if torch.is_grad_enabled():
-                send_back(loss, None, self._name)
+                send_back(loss, None, self.name)
         if not math.isfinite(total):
             raise NumericsError(
-                f"{self._name}: the squared error of its outputs is {total} on {len(numbers)} calibration sequences, and nothing can be "
+                f"{self.name}: the squared error of its outputs is {total} on {len(numbers)} calibration sequences, and nothing can be "
                 "learned from that; check the model in its own dtype on this data"
             )
         return total

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from compressor.errors import NumericsError
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
+from compressor.modifiers.tuning.gradients import saved_values_checked
 
 _BETAS = (0.9, 0.99)  # of Adam; a hundred steps are too few for a memory of a thousand
 
@@ -132,7 +133,7 @@ def tune(
         while step < budget.steps and misses < budget.patience:
             for group in optimizer.param_groups:
                 group["lr"] = budget.rate(step)
-            with moves.tried():
+            with moves.tried(), saved_values_checked(base.where, is_first=step == 0):
                 losses.append(base.backward(next(batches)))
             optimizer.step()
             optimizer.zero_grad()

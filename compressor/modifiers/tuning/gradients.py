@@ -1,14 +1,18 @@
-"""Gradients of forwards that others wrote: whether there are any, and what they never came to."""
+"""Gradients of forwards that others wrote: whether there are any, of the right values, and what they never came to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from compressor.errors import CalibrationError
 from compressor.model.folder import some
+from compressor.numerics.checksum import checksum
 
+_WRITES = "its forward writes in place over what gradients need"
 _INSTEAD = (
     "change the forward, or train nothing: GPTQModifier without mode: best in place of AutoRoundModifier, SpinQuantModifier without "
     "learnable, no ScaleTuningModifier"
@@ -88,4 +92,29 @@ def send_back(output: Tensor, gradient: Tensor | None, where: str) -> None:
     except RuntimeError as error:
         if "inplace operation" not in str(error):
             raise
-        raise CalibrationError(f"{where}: its forward writes in place over what gradients need; {_INSTEAD}") from error
+        raise CalibrationError(f"{where}: {_WRITES}; {_INSTEAD}") from error
+
+
+@contextmanager
+def saved_values_checked(where: str, *, is_first: bool) -> Iterator[None]:
+    """Refuse backwards on other values than their forwards saved: autograd counts no writes through `.data` or numpy.
+
+    Args:
+        where: whose forward it is, for errors.
+        is_first: of a training; later steps run the same code, and are not looked at.
+
+    Yields:
+        Nothing, for a forward and its backward, which raises a CalibrationError.
+    """
+
+    def keep(tensor: Tensor) -> tuple[Tensor, int]:
+        return tensor.detach(), checksum(tensor)
+
+    def give(kept: tuple[Tensor, int]) -> Tensor:
+        tensor, known = kept
+        if checksum(tensor) != known:
+            raise CalibrationError(f"{where}: {_WRITES}; {_INSTEAD}")
+        return tensor
+
+    with saved_tensors_hooks(keep, give) if is_first else nullcontext():
+        yield

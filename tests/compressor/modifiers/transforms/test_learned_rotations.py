@@ -209,6 +209,6 @@ def test_a_forward_without_gradients_teaches_no_rotation_and_takes_a_fixed_one()
         recipe = [SpinQuantModifier(rotations=["R1"], **settings), QuantizationModifier(config_groups=INT2, ignore=["lm_head"])]
         return oneshot(model, recipe=recipe, dataset=IDS)
 
-    with pytest.raises(CalibrationError, match="its forward keeps no gradients .*train nothing: .*SpinQuantModifier without learnable"):
+    with pytest.raises(CalibrationError, match=r"its forward keeps no gradients .*train nothing: .*SpinQuantModifier without learnable"):
         run(**TRAINED)
     assert run().report.transforms

@@ -44,6 +44,11 @@ class Layer(nn.Module):
         if self.kind == "no_grad":
             with torch.no_grad():
                 return h + self.b(torch.relu(self.a(x)))
+        if self.kind == "in place through data":
+            before = self.a(x)
+            after = self.b(before * before.sigmoid())
+            before.data.fill_(3.0)
+            return h + after
         if self.kind in CUT:
             return h + torch.relu(self.a(x)) * CUT[self.kind](self.b, x)
         if self.kind == "numpy":
@@ -72,14 +77,18 @@ TRAINS: dict[str, Callable[[], Any]] = {
     "mode best": lambda: GPTQModifier(**GROUPED, mode="best"),
     "ScaleTuning": lambda: [QuantizationModifier(**GROUPED), ScaleTuningModifier(steps=2)],
 }
-REFUSED = [("AutoRound", "no_grad"), ("AutoRound", "numpy"), *((name, "in place") for name in TRAINS)]
+REFUSED = [
+    ("AutoRound", "no_grad"),
+    ("AutoRound", "numpy"),
+    *((name, kind) for name in TRAINS for kind in ("in place", "in place through data")),
+]
 REFUSED += [(name, "inference_mode") for name in TRAINS if name != "AutoRound"]  # which calls blocks by themselves
 
 
 @pytest.mark.parametrize(("name", "kind"), REFUSED)
 def test_forwards_without_gradients_are_told(name: str, kind: str) -> None:
     torch.manual_seed(0)
-    said = "writes in place over what gradients need" if kind == "in place" else "keeps no gradients"
+    said = "writes in place over what gradients need" if kind.startswith("in place") else "keeps no gradients"
     with pytest.raises(
         CalibrationError, match=f"(layers.0|ScaleTuningModifier.*): its forward {said}.*; change the forward, or train nothing: "
     ):
