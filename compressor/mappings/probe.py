@@ -252,18 +252,11 @@ class Prober:
         return self._scalable[key]
 
     def _find_offset(self, source: str, module: nn.Module) -> float | str:
-        args, kwargs = doubled_arguments(self.arguments[source])
         weight = module.get_parameter("weight")
         if len(weight if weight.dim() == 1 else weight_of(module)) != self.widths[source]:  # a norm that has a row for each head
             return _NOT_BY_CHANNEL
-        factor_C = torch.linspace(0.5, 2.0, self.widths[source], dtype=torch.float64, device=self.inputs[source][0].device)
-        plain = output_of(double(module), args, kwargs)
-        for offset in (0.0, 1.0) if weight.dim() == 1 else (0.0,):
-            changed = double(module)
-            scale_source(changed, factor_C, offset)
-            if plain is not None and close(output_of(changed, args, kwargs), plain * factor_C):
-                return offset
-        return _NOT_BY_CHANNEL
+        offset = scaling_offset(module, self.widths[source], self.arguments[source])
+        return _NOT_BY_CHANNEL if offset is None else offset
 
     def _divides(self, name: str) -> bool:
         module = self.modules[name]
@@ -426,6 +419,29 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
         return args, dict(kwargs)
     name = next(iter(kwargs))
     return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+
+
+def scaling_offset(module: nn.Module, width: int, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> float | None:
+    """Find out whether the weight of a module scales its output channel by channel, as that of a norm or a linear layer does.
+
+    Args:
+        module: with a weight; not modified.
+        width: channels of its output.
+        arguments: of a call.
+
+    Returns:
+        What is added to the weight before it multiplies; None where it does something else.
+    """
+    args, kwargs = doubled_arguments(arguments)
+    weight = module.get_parameter("weight")
+    factor_C = torch.linspace(0.5, 2.0, width, dtype=torch.float64, device=weight.device)
+    plain = output_of(double(module), args, kwargs)
+    for offset in (0.0, 1.0) if weight.dim() == 1 else (0.0,):
+        changed = double(module)
+        scale_source(changed, factor_C, offset)
+        if plain is not None and plain.shape[-1:] == (width,) and close(output_of(changed, args, kwargs), plain * factor_C):
+            return offset
+    return None
 
 
 def tied_modules(model: nn.Module) -> dict[str, str]:

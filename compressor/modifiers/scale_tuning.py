@@ -109,12 +109,12 @@ class ScaleTuningModifier(Modifier):
             raise CalibrationError(f"{self.label}: the only batch cannot be cut into sequences; give a second batch, which is held out")
         seed = state.seed % 2**62 if self.seed is None else self.seed
         split = Split.of(len(base.sequences), self.held_out_frac, seed)
-        moves = Moves(state.model, state.schemes, norms=self.tune_norms)
         with evaluation_mode(state.model), Footprint(state.model), state.progress.task("tune scales", total=self.steps) as task:
+            moves = Moves(state.model, state.schemes, norms=(lambda: base.error(split.held_out[:1])) if self.tune_norms else None)
             outcome = tune(moves, base, state.model, split, self._budget(seed), lambda note: task.advance(1, note=note))
             task.advance(self.steps - outcome.steps)
         changed = moves.settle(state) if outcome.best_step else {}
-        self._report(state, base, split, outcome, changed)
+        self._report(state, base, split, outcome, changed, moves)
         state.report.notes += moves.unreached.notes(self.label)
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
@@ -142,7 +142,7 @@ class ScaleTuningModifier(Modifier):
     def _budget(self, seed: int) -> Budget:
         return Budget(self.steps, self.batch_size, self.lr, max(1, self.steps // 10), self._every, self.patience, seed)
 
-    def _report(self, state: State, base: BaseOutputs, split: Split, outcome: Outcome, changed: Mapping[str, float]) -> None:
+    def _report(self, state: State, base: BaseOutputs, split: Split, outcome: Outcome, changed: Mapping[str, float], moves: Moves) -> None:
         for name, step in changed.items():
             known = state.report.modules.get(name)
             if known is None:  # a norm
@@ -150,7 +150,8 @@ class ScaleTuningModifier(Modifier):
                 known = ModuleRecord(name, type(self).__name__, "trained", step)
             details: dict[str, Detail] = {**known.details, "tuned": step}
             state.report.modules[name] = replace(known, details=details)
-        spent = f"{outcome.steps} of {self.steps} steps of {self.batch_size} sequences"
+        moved = f"scales of {len(moves.scales)} layers and {len({name.rpartition('.')[0] for name in moves.norms})} norms"
+        spent = f"{outcome.steps} of {self.steps} steps of {self.batch_size} sequences for {moved}"
         numbers = f"{outcome.before:.6g} -> {outcome.after:.6g} on {len(split.held_out)} held-out sequences (best after step "
         seen = f"{outcome.trained_before:.6g} -> {outcome.trained_after:.6g} on {len(split.trained)} that were trained on"
         if outcome.best_step:

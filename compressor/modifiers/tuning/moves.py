@@ -6,16 +6,18 @@ A model is only put into a trial state for the duration of a context; nothing is
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from compressor.algorithms.scale_tuning import FixedCodes, move_gradient, moved_scale, scaled_weight, unit_of
 from compressor.lifecycle import State
+from compressor.mappings.probe import scaling_offset
 from compressor.modifiers.tuning.gradients import Unreached
 from compressor.nn import QuantizedLayer
 from compressor.numerics import check_qparams
@@ -109,19 +111,19 @@ class Moves:
         unreached: of both.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[str, object], *, norms: bool) -> None:
+    def __init__(self, model: nn.Module, names: Mapping[str, object], *, norms: Callable[[], object] | None) -> None:
         """Begin where the model is.
 
         Args:
             model: compressed.
             names: of the modules that may be layers with scales.
-            norms: whether norms move, too.
+            norms: runs a forward, in which norms are told by what they do; None: they do not move.
         """
         layers = {name: module for name, module in model.named_modules() if name in names and isinstance(module, QuantizedLayer)}
         self.scales = {name: MovingScale.of(layer) for name, layer in layers.items() if not layer.weight_args.is_mx}
         units = [scale.fixed.unit for scale in self.scales.values()]
         unit = sum(units) / max(1, len(units))
-        self.norms = {f"{name}.{key}": MovingNorm.of(norm, key, unit) for name, norm, key in _norms(model)} if norms else {}
+        self.norms = {f"{name}.{key}": MovingNorm.of(norm, key, unit) for name, norm, key in _norms(model, norms)} if norms else {}
         self.unreached = Unreached([*self.scales, *self.norms])
 
     def tensors(self) -> list[Tensor]:
@@ -197,16 +199,43 @@ def _add(move: Tensor, gradient: Tensor) -> None:
     move.grad = gradient if move.grad is None else move.grad.add_(gradient)
 
 
-def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Vectors of modules that call themselves norms, and that no other module shares."""
+def _norms(model: nn.Module, run: Callable[[], object]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Vectors, which no other module shares, of what calls itself a norm, or acts as one in a forward."""
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    for name, module in model.named_modules():
-        if "norm" in type(module).__name__.lower() and not any(module.children()):
+    leaves = {name: module for name, module in model.named_modules() if not any(module.children())}
+    named = {name for name, module in leaves.items() if "norm" in type(module).__name__.lower()}
+    asked = {name: leaves[name] for name in leaves.keys() - named if getattr(leaves[name]._parameters.get("weight"), "ndim", 0) == 1}
+    named |= _acting_as_norms(asked, run) if asked else set()
+    for name, module in leaves.items():
+        if name in named:
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() == 1 and parameter.is_floating_point() and owners[id(parameter)] == 1:
                     yield name, module, key
+
+
+def _acting_as_norms(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> set[str]:
+    """Those whose weight scales what they give, channel by channel, in a call of a forward."""
+    calls: dict[str, Any] = {}
+
+    def noting(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            del module
+            if name not in calls:
+                calls[name] = tree_map_only(Tensor, Tensor.clone, (args, kwargs))
+
+        return hook
+
+    with torch.no_grad(), ExitStack() as held:
+        for name, module in modules.items():
+            held.callback(module.register_forward_pre_hook(noting(name), with_kwargs=True).remove)
+        run()
+        return {
+            name
+            for name, call in calls.items()
+            if scaling_offset(modules[name], len(modules[name].get_parameter("weight")), call) is not None
+        }
 
 
 def _twin(norm: nn.Module) -> nn.Module:

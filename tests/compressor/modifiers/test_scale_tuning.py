@@ -223,3 +223,44 @@ def test_the_checkpoint_says_what_was_trained(tmp_path: Path) -> None:
     base, out = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "out"))
     assert not torch.equal(base["model.norm.weight"], out["model.norm.weight"])
     assert torch.equal(base["lm_head.weight"], out["lm_head.weight"])
+
+
+class Root(nn.Module):
+    """A norm that does not call itself one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class LN(nn.LayerNorm):
+    pass
+
+
+class Slope(Root):
+    """Not a norm: its weight scales what is negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, x * self.weight)
+
+
+class OfTokens(nn.Sequential):
+    def forward(self, input_ids: Tensor) -> Tensor:
+        found: Tensor = super().forward(input_ids)
+        return found
+
+
+@pytest.mark.parametrize(("act", "num_norms"), [(Root, 2), (LN, 2), (Slope, 1)])
+def test_norms_are_told_by_what_they_do(act: Any, num_norms: int) -> None:
+    torch.manual_seed(0)
+    norm = act(16)
+    model = OfTokens(nn.Embedding(96, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), norm, nn.Linear(16, 16)).eval()
+    groups = {"g": {"targets": ["Linear"], "weights": INT3}}
+    recipe = [QuantizationModifier(config_groups=groups), ScaleTuningModifier(steps=8, lr=0.02)]
+    before = norm.weight.detach().clone()
+    note = note_of(oneshot(model, recipe=recipe, dataset=TOKENS))
+    assert f"sequences for scales of 3 layers and {num_norms} norm" in note
+    assert torch.equal(model[4].weight, before) == (act is Slope)
