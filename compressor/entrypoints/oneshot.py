@@ -38,7 +38,7 @@ from compressor.model.checkpoints.audit import Content, check_unclaimed, check_v
 from compressor.model.checkpoints.save import save_checkpoint, saved_state
 from compressor.model.class_readers import buffer_notes, check_readable, dtype_notes, module_notes, reading_notes
 from compressor.model.disk_room import check_room
-from compressor.model.evaluation import check_dtypes_around
+from compressor.model.evaluation import check_dtypes_around, plain_gradients
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
 from compressor.model.folder import resolve_folder, weight_files
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, untie
@@ -92,6 +92,7 @@ class OneshotResult(CompressedModel):
 
 @from_settings(OneshotSettings, translated)
 @widened_products()
+@plain_gradients()
 def oneshot(model: str | Path | nn.Module, settings: OneshotSettings) -> OneshotResult:
     """Compress a model in one pass over calibration data.
 

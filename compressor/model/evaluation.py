@@ -64,3 +64,14 @@ def check_dtypes_around(function: Callable[..., Any]) -> None:
             "have another dtype than where the result is loaded; call torch.set_default_dtype(torch.float32) first, and cast the model if "
             "that is meant"
         )
+
+
+@contextmanager
+def plain_gradients() -> Iterator[None]:
+    """Run as outside of the caller's no_grad or inference mode: who needs no gradients says so, and what is trained is trained the same.
+
+    Yields:
+        Nothing.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        yield

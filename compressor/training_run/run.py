@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from compressor.model.evaluation import check_dtypes_around
+from compressor.model.evaluation import check_dtypes_around, plain_gradients
 from compressor.model.loading.words import resolve_tokenizer
 from compressor.numerics.precision import widened_products
 from compressor.recipe import load_recipe
@@ -23,6 +23,7 @@ from compressor.training_run.place import check_place
 
 @from_settings(TrainSettings)
 @widened_products()
+@plain_gradients()
 def train(model: str | Path | nn.Module, settings: TrainSettings) -> TrainResult:
     """Train a causal language model on the next token, with modifiers that prune or quantize it meanwhile.
 

@@ -118,3 +118,16 @@ def test_what_no_gradient_comes_to_is_named(name: str, kind: str) -> None:
 
 def test_norms_that_no_gradient_comes_to_are_named_too() -> None:
     assert "to 8 of 9 that are trained (layers.0.a, layers.0.b, layers.0.norm.bias, ...)" in told("no_grad", TRAINS["ScaleTuning"]())[0]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", TRAINS)
+def test_a_caller_without_gradients_gets_the_same_bytes(name: str, mode: Any) -> None:
+    torch.manual_seed(0)
+    model, other = Model("").eval(), Model("").eval()
+    other.load_state_dict(model.state_dict())
+    plain = oneshot(model, recipe=TRAINS[name](), dataset=IDS).model.state_dict()
+    with mode():
+        found = oneshot(other, recipe=TRAINS[name](), dataset=IDS).model.state_dict()
+        assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode) and not torch.is_grad_enabled()
+    assert all(torch.equal(found[key], tensor) for key, tensor in plain.items())
