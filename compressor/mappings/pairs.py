@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import NumericsError, TargetError, UserInputError
+from compressor.model.evaluation import check_trainable
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 from compressor.settings.kinds import MODULE, TENSOR, Kind
@@ -128,7 +129,7 @@ def scale_channels(model: nn.Module, pair: ScalePair, factor_C: Tensor) -> None:
 
     Raises:
         TargetError: the pair is none of this model.
-        UserInputError: the factors are of another shape, or not all positive and finite.
+        UserInputError: a weight was made under torch.inference_mode; or the factors are of another shape, or not all positive and finite.
         NumericsError: a weight would no longer be finite; none has been changed.
     """
     if factor_C.is_complex() or factor_C.is_meta or factor_C.layout != torch.strided:
@@ -145,6 +146,7 @@ def scale_channels(model: nn.Module, pair: ScalePair, factor_C: Tensor) -> None:
     modules = {name: model.get_submodule(name) for name in (pair.source, *pair.readers)}
     changed = {pair.source: list(_scaled_source(modules[pair.source], factor_C, pair.offset))}
     changed |= {name: [_scaled_reader(modules[name], columns_K)] for name in pair.readers}
+    check_trainable((name, weight) for name, parts in changed.items() for weight, _ in parts)
     lost = next((name for name, parts in changed.items() if not all(bool(value.isfinite().all()) for _, value in parts)), None)
     if lost is not None:
         raise NumericsError(f"{lost}: its weight would hold NaN or infinity with this factor_C; give factors nearer to 1")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from compressor.errors import UserInputError
 
@@ -63,6 +63,23 @@ def check_dtypes_around(function: Callable[..., Any]) -> None:
             f"{function.__name__}: torch.set_default_dtype({torch.get_default_dtype()}) is in force, and what a forward makes would "
             "have another dtype than where the result is loaded; call torch.set_default_dtype(torch.float32) first, and cast the model if "
             "that is meant"
+        )
+
+
+def check_trainable(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse to train, or to write to, what was made under torch.inference_mode.
+
+    Args:
+        tensors: by dotted name.
+
+    Raises:
+        UserInputError: one is an inference tensor.
+    """
+    name = next((name for name, tensor in tensors if tensor.is_inference()), None)
+    if name is not None:
+        raise UserInputError(
+            f"{name}: it was made under torch.inference_mode, so it can neither be trained nor written to; build or load the model outside "
+            "of it, or give copy.deepcopy(model)"
         )
 
 

@@ -21,6 +21,7 @@ from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedSta
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import Detail
+from compressor.model.evaluation import check_trainable
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.input_statistics import input_of
 from compressor.modifiers.schemes.targets import scheme_label
@@ -111,6 +112,8 @@ class AutoRoundModifier(SchemeModifier):
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Hook the blocks."""
         super().on_calibration_start(state, event)
+        if self.iters:
+            check_trainable((*state.model.named_parameters(), *state.model.named_buffers()))
         for block in dict.fromkeys(self._blocks[name] for name in self._pending) if self.iters else ():
             calls = self._calls[block] = BlockCalls()
             module = state.model.get_submodule(block)

@@ -20,6 +20,7 @@ from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoints.audit import check_unclaimed, contents
 from compressor.model.disk_room import check_training_room
+from compressor.model.evaluation import check_trainable
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.model.saving import CompressedModel, attach_save
 from compressor.monitor import Monitor
@@ -109,6 +110,7 @@ class TrainingRun:
             model_class=model_class,
             revision=revision,
         )
+        check_trainable((*self.loaded.model.named_parameters(), *self.loaded.model.named_buffers()))
         self.tokenizer = tokenizer or self.loaded.tokenizer
         self.own_tokenizer = tokenizer
         self.parameters = [p for p in self.loaded.model.parameters() if p.requires_grad and p.is_floating_point()]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import NumericsError
+from compressor.model.evaluation import check_trainable
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
 from compressor.modifiers.tuning.gradients import saved_values_checked
 
@@ -118,7 +119,9 @@ def tune(
 
     Raises:
         NumericsError: the compressed model is NaN or infinitely far from the base before anything has moved.
+        UserInputError: the model was made under torch.inference_mode.
     """
+    check_trainable((*model.named_parameters(), *model.named_buffers()))
     optimizer = torch.optim.Adam(moves.tensors(), lr=budget.lr, betas=_BETAS, eps=1e-10)
     batches = _batches(split.trained, budget.batch_size, budget.seed)
     with frozen(model):

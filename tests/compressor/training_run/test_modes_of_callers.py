@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 from compressor import train
+from compressor.errors import UserInputError
 from tests import tiny
 
 ROWS = torch.arange(256).reshape(16, 16) % 64
@@ -24,3 +26,11 @@ def test_a_caller_without_gradients_trains_the_same(mode: Any) -> None:
     expected = losses(model)
     with mode():
         assert losses(other) == expected
+
+
+def test_what_was_made_in_inference_mode_is_not_trained() -> None:
+    with torch.inference_mode():
+        model = tiny.gpt2(n_positions=32, n_layer=1, n_head=2)
+    with pytest.raises(UserInputError, match=r"was made under torch.inference_mode"):
+        losses(model)
+    assert losses(copy.deepcopy(model))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor import AutoRoundModifier, GPTQModifier, QuantizationModifier, ScaleTuningModifier, oneshot
-from compressor.errors import CalibrationError
+from compressor.errors import CalibrationError, UserInputError
 
 IDS = torch.randint(32, (16, 9), generator=torch.Generator().manual_seed(0))
 GROUPED: dict[str, Any] = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 8}}}}
@@ -64,7 +66,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList([Layer(kind) for _ in range(2)])
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        with torch.inference_mode(self.kind == "inference_mode"):
+        with torch.inference_mode() if self.kind == "inference_mode" else nullcontext():
             h = self.embed(input_ids)
             for layer in self.layers:
                 h = layer(h)
@@ -131,3 +133,13 @@ def test_a_caller_without_gradients_gets_the_same_bytes(name: str, mode: Any) ->
         found = oneshot(other, recipe=TRAINS[name](), dataset=IDS).model.state_dict()
         assert torch.is_inference_mode_enabled() == (mode is torch.inference_mode) and not torch.is_grad_enabled()
     assert all(torch.equal(found[key], tensor) for key, tensor in plain.items())
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_a_model_that_was_made_in_inference_mode_is_not_trained_and_its_copy_is(name: str) -> None:
+    with torch.inference_mode():
+        model = Model("").eval()
+    with pytest.raises(UserInputError, match=r"(embed|layers.0).*: it was made under torch.inference_mode, .*give copy.deepcopy\(model\)"):
+        oneshot(model, recipe=TRAINS[name](), dataset=IDS)
+    assert oneshot(copy.deepcopy(model), recipe=TRAINS[name](), dataset=IDS).report.modules
+    assert oneshot(model, recipe=GPTQModifier(**GROUPED), dataset=IDS).report.modules
