@@ -44,13 +44,13 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def check_dtypes_around(function: Callable[..., Any]) -> None:
-    """Refuse to run under torch.autocast or another default dtype: forwards would compute otherwise than where the result is loaded.
+    """Refuse to run under torch.autocast or another default dtype or device: forwards would compute otherwise than elsewhere.
 
     Args:
         function: that was called, for the error.
 
     Raises:
-        UserInputError: autocast is on, for any kind of device, or torch.set_default_dtype() was called.
+        UserInputError: autocast is on, for any kind of device, or torch.set_default_dtype() was called, or torch.set_default_device().
     """
     kind = next((kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)), None)
     if kind is not None:
@@ -63,6 +63,11 @@ def check_dtypes_around(function: Callable[..., Any]) -> None:
             f"{function.__name__}: torch.set_default_dtype({torch.get_default_dtype()}) is in force, and what a forward makes would "
             "have another dtype than where the result is loaded; call torch.set_default_dtype(torch.float32) first, and cast the model if "
             "that is meant"
+        )
+    if torch.get_default_device().type != "cpu":
+        raise UserInputError(
+            f"{function.__name__}: {torch.get_default_device()} is torch's default device around the call, and data would lie there; "
+            "call it outside of torch.device(...) and torch.set_default_device, and say device= if that is meant"
         )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from compressor import MagnitudePruningModifier, SmoothQuantModifier, oneshot
 from compressor.algorithms.hessian import Hessian
-from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError
+from compressor.errors import CalibrationError, CompressorError, NumericsError, SchemeError, TargetError, UserInputError
 from compressor.lifecycle import EventType, Session, State
 from compressor.modifiers.autoround import AutoRoundModifier
 from compressor.modifiers.gptq import GPTQModifier
@@ -606,3 +606,8 @@ def test_experts_that_stay_fused_are_named_where_scales_move() -> None:
     recipe = [SmoothQuantModifier(), QuantizationModifier(scheme="W8A8", ignore=["lm_head"])]
     notes = oneshot(tiny.qwen3_moe(), recipe=recipe, dataset=torch.randint(64, (64, 16))).report.notes
     assert not any("are fused" in note for note in notes)
+
+
+def test_a_default_device_around_the_call_is_refused_by_name() -> None:
+    with torch.device("meta"), pytest.raises(UserInputError, match="oneshot: meta is torch's default device around the call"):
+        oneshot(nn.Linear(16, 16, device="cpu"), recipe=QuantizationModifier(scheme="W8A16"))
