@@ -9,7 +9,7 @@ Shapes: R rows, C columns; a unit is the rectangle of values that share a scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -249,20 +249,44 @@ def solve_dense(
     Returns:
         Codes and values, float64 [R, C].
     """
-    W_RC = weight_RC.to(torch.float64).clone()
-    inverse_CC = torch.linalg.inv(H_CC)
-    codes_RC, values_RC = torch.zeros_like(W_RC), torch.zeros_like(W_RC)
-    left = torch.ones(W_RC.shape[1], dtype=torch.bool)
-    for column in order_C.tolist():
-        code_R = nearest(W_RC[:, column] / scale_RC[:, column] + zero_RC[:, column], grid)
+    codes_RC, values_RC = torch.zeros_like(weight_RC, dtype=torch.float64), torch.zeros_like(weight_RC, dtype=torch.float64)
+    for column, moved_R in _columns_absorbing(weight_RC, H_CC, order_C, values_RC):
+        code_R = nearest(moved_R / scale_RC[:, column] + zero_RC[:, column], grid)
         codes_RC[:, column] = code_R
         values_RC[:, column] = ((code_R - zero_RC[:, column]) * scale_RC[:, column]).to(value_dtype).to(torch.float64)
+    return codes_RC, values_RC
+
+
+def drop_dense(weight_RC: Tensor, H_CC: Tensor, gone_RC: Tensor, order_C: Tensor) -> Tensor:
+    """Set one column after another to zero where it goes, and let the columns to come absorb the error.
+
+    Args:
+        weight_RC: the weight.
+        H_CC: float64, positive definite.
+        gone_RC: bool, what goes.
+        order_C: of the columns.
+
+    Returns:
+        float64 [R, C].
+    """
+    values_RC = torch.zeros_like(weight_RC, dtype=torch.float64)
+    for column, moved_R in _columns_absorbing(weight_RC, H_CC, order_C, values_RC):
+        values_RC[:, column] = moved_R.masked_fill(gone_RC[:, column], 0.0)
+    return values_RC
+
+
+def _columns_absorbing(weight_RC: Tensor, H_CC: Tensor, order_C: Tensor, values_RC: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each column as those before it have moved it, float64 [R]; the caller writes to `values_RC` what it becomes."""
+    W_RC = weight_RC.to(torch.float64).clone()
+    inverse_CC = torch.linalg.inv(H_CC)
+    left = torch.ones(W_RC.shape[1], dtype=torch.bool)
+    for column in order_C.tolist():
+        yield column, W_RC[:, column]
         pivot = inverse_CC[column, column].clone()
         error_R = (W_RC[:, column] - values_RC[:, column]) / pivot
         left[column] = False
         W_RC[:, left] -= error_R[:, None] * inverse_CC[column, left]
         inverse_CC = inverse_CC - inverse_CC[:, column, None] * inverse_CC[column] / pivot
-    return codes_RC, values_RC
 
 
 # What judges packers: where each code lies in the words, bit by bit, without a line of what is judged.

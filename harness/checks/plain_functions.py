@@ -21,6 +21,7 @@ class Pruner:
         scope: see Sparsifier.
         second_order: see Sparsifier.
         quantize: see Sparsifier.
+        tags: see Sparsifier.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
@@ -29,8 +30,8 @@ class Pruner:
     scope: str = "row"
     second_order: bool = False
     quantize: Callable[[Tensor], Tensor] | None = None
+    tags: frozenset[str] = frozenset()
     kind: ClassVar[str] = "sparsifier"
-    tags: ClassVar[frozenset[str]] = frozenset()
 
     @property
     def name(self) -> str:

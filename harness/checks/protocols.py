@@ -381,7 +381,7 @@ class Sparsifier(Protocol):
     Attributes:
         kind: "sparsifier".
         name: for reports.
-        tags: none are defined.
+        tags: what it promises: reads_hessian.
         pattern: (n, m): n of m neighbours in a row are kept, such as (2, 4); None for no pattern.
         sparsity: share of zeros; for a pattern 1 - n/m.
         scope: "row" where each row has that share of zeros, "tensor" where only the whole has.

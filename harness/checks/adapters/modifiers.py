@@ -81,21 +81,16 @@ def pruners() -> list[Pruner]:
         whole = "tensor" if pattern is None else "row"
         kinds: list[tuple[Callable[[Tensor, Tensor], Tensor], str, bool]] = [
             (magnitude, whole, False),
-            (wanda, "row", True),
+            (wanda, "row", False),
             (sparsegpt, whole, True),
             (classical_sparsegpt, whole, True),
         ]
         for function, _, _ in kinds:
             function.__name__ += "" if pattern is None else f"-{pattern[0]}of{pattern[1]}"
         made += [
-            Pruner(function, sparsity=sparsity, pattern=pattern, scope=scope, second_order=second, quantize=rounded)
+            Pruner(function, sparsity, pattern, scope, second, rounded, frozenset({"reads_hessian"} if function is wanda else ()))
             for function, scope, second in kinds
         ]
-
-    def wanda_keeps(weight: Tensor, hessian: Tensor) -> Tensor:  # what reads the Hessian may move weights; this one must not
-        return weight.masked_fill(prune_wanda(weight, hessian.diagonal(), 0.5), 0.0)
-
-    made.append(Pruner(wanda_keeps, quantize=rounded))
     return made
 
 

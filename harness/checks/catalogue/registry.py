@@ -58,6 +58,8 @@ TAGS: Mapping[str, str] = MappingProxyType(
         "invariant_fp": "the float output stays what it was",
         "online": "layers whose weight it changes go on to change what they are handed, or give, in hooks; `reload()` brings these back",
         "incoherent": "weights are turned on both sides, so that none of their entries stands out",
+        # pruners
+        "reads_hessian": "the sizes of inputs count in what goes; what `second_order` says, too",
         # pruners of experts
         "refits": "the last weights of experts that stay are moved so that the layer gives what it gave; nothing else changes",
         "router_weighted": "those experts go whose mean of router weight times size of output is least, in the model as it was",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from harness import check
+from harness.checks.oracles import drop_dense
 from harness.checks.protocols import Pruner
 from harness.reporting.verdict import Outcome
 
@@ -194,6 +195,48 @@ class WrongSign(SparseGPT):
     sign = -1.0
 
 
+class Moved(SparseGPT):
+    """Moves what it keeps as far as `share` says, a number or [R, C]."""
+
+    def share(self, moves):
+        return 1.0
+
+    def prune(self, weight, hessian):
+        pruned = super().prune(weight, hessian)
+        moves = torch.where(pruned != 0, pruned - weight, 0.0)
+        return torch.where(pruned != 0, weight + self.share(moves) * moves, pruned).to(weight.dtype)
+
+
+class MovesNothing(Moved):
+    def share(self, moves):
+        return 0.0
+
+
+class HalfAsFar(Moved):
+    def share(self, moves):
+        return 0.5
+
+
+class TwiceAsFar(Moved):
+    def share(self, moves):
+        return 1.9
+
+
+class OneRowStays(Moved):
+    def share(self, moves):
+        return (torch.arange(len(moves)) != len(moves) // 2)[:, None]
+
+
+class LastColumnsStay(Moved):
+    def share(self, moves):
+        return torch.arange(moves.shape[1]) < moves.shape[1] // 2
+
+
+class NextRow(Moved):
+    def share(self, moves):
+        return moves.roll(1, 0) / torch.where(moves == 0, 1.0, moves)
+
+
 class SmallestKept(SparseGPT):
     """Drops the largest, makes up for nothing."""
 
@@ -219,6 +262,7 @@ class Nothing(SparseGPT):
 
 PLANTS = [
     (Threshold, 37), (AcrossRows, 37), (Nothing, 37), (Ragged, 37), (LosesZeros, 38), (OffByOne, 39), (GlobalThreshold, 39), (InPlace, 37),
+    *((plant, "sparsifier.makes_up") for plant in (MovesNothing, HalfAsFar, TwiceAsFar, OneRowStays, LastColumnsStay, NextRow, WrongSign)),
     (Rescales, "sparsifier.kept_weights"), (ForgetsTheSign, "sparsifier.beats_random"), (WrongSign, 40), (SmallestKept, 40), (Nothing, 40),
 ]  # fmt: skip
 
@@ -267,7 +311,43 @@ def test_what_does_not_apply_is_skipped():
     subject = Rows()
     subject.quantize = None
     skipped = {record.name for record in check(subject).records if record.outcome is Outcome.SKIP}
-    assert skipped == {"sparsifier.pattern", "sparsifier.zeros_survive", "sparsifier.beats_magnitude", "sparsifier.inputs_count"}
+    assert skipped == {
+        "sparsifier.pattern",
+        "sparsifier.zeros_survive",
+        "sparsifier.beats_magnitude",
+        "sparsifier.makes_up",
+        "sparsifier.inputs_count",
+    }
+
+
+@pytest.mark.parametrize("by_diagonal", [False, True])
+@pytest.mark.parametrize("damping", [0.0, 0.01, 0.1])
+def test_order_and_damping_are_the_pruners_choice(by_diagonal, damping):
+    class Sorted(SparseGPT):
+        pattern, sparsity = (1, 2), 0.5
+
+        def prune(self, weight, hessian):
+            order = hessian.diagonal().argsort(descending=True, stable=True) if by_diagonal else torch.arange(len(hessian))
+            wide = hessian.double()[order][:, order]
+            gone = torch.zeros_like(weight, dtype=torch.bool).scatter_(1, weight.abs().argsort(1)[:, : len(wide) // 2], True)[:, order]
+            damped = wide + damping * wide.diagonal().mean() * torch.eye(len(wide))
+            return drop_dense(weight[:, order], damped, gone, torch.arange(len(wide)))[:, order.argsort()].to(weight.dtype)
+
+    record = check(Sorted(), checks=["sparsifier.makes_up"]).records[0]
+    assert record.outcome is Outcome.PASS, record.summary
+
+
+def test_a_pruner_that_moves_nothing_is_told_so():
+    record = check(MovesNothing(), checks=["sparsifier.makes_up"]).records[0]
+    assert "moves none of the weights that it keeps" in record.summary, record.summary
+
+
+def test_a_pruner_that_says_that_it_reads_has_to():
+    def half(weight, hessian):
+        return weight.scatter(1, weight.abs().argsort(dim=1, stable=True)[:, : weight.shape[1] // 2], 0.0)
+
+    record = check(Pruner(half, tags=frozenset({"reads_hessian"})), checks=["sparsifier.inputs_count"]).records[0]
+    assert record.outcome is Outcome.FAIL, record.summary
 
 
 def test_a_plain_function_is_a_subject():
