@@ -44,14 +44,17 @@ class Ladder:
 
 
 def climb(
-    compute: Callable[[torch.dtype], tuple[Tensor, Tensor]], *, rungs: Sequence[torch.dtype] = RUNGS, max_units: float = 32.0
+    compute: Callable[[torch.dtype], tuple[Tensor, Tensor]],
+    *,
+    rungs: Sequence[torch.dtype] = RUNGS,
+    max_units: float | Sequence[float] = 32.0,
 ) -> Ladder:
     """Compute both sides of an identity at each dtype, and see whether their difference is only rounding.
 
     Args:
         compute: dtype -> the two sides, which are equal in real arithmetic.
         rungs: dtypes, coarsest first, two or more.
-        max_units: relative error in units of the dtype's eps, at most; of a sum of n terms give about 32 sqrt(n).
+        max_units: relative error in units of the dtype's eps, at most, of all rungs or of each; of a sum of n terms give about 32 sqrt(n).
 
     Returns:
         The errors; a rung is bad when its error exceeds max_units * eps.
@@ -66,11 +69,12 @@ def climb(
         )
     errors: dict[str, float] = {}
     bad = []
-    for dtype, unit in zip(rungs, eps, strict=True):
+    limits = [max_units] * len(rungs) if isinstance(max_units, int | float) else max_units
+    for dtype, unit, limit in zip(rungs, eps, limits, strict=True):
         actual, exact = compute(dtype)
         noise, signal = noise_and_signal(actual, exact) if actual.shape == exact.shape else (math.inf, 1.0)
         error = 0.0 if noise == 0 else noise / signal if signal else math.inf
         errors[dtype_name(dtype)] = error
-        if not error <= max_units * unit:
+        if not error <= limit * unit:
             bad.append(dtype_name(dtype))
     return Ladder(errors, tuple(bad))

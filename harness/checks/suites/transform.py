@@ -16,6 +16,8 @@ from harness.checks.protocols import OnlineTransform, Transform
 from harness.tolerance import T3, climb, vacuous_decoys
 
 _UNITS = 32.0
+# bfloat16, float32, float64: 32 eps of bfloat16 are a quarter of the output, and hide a doubled head; ours are within 1.5.
+_OUTPUT_UNITS = (4.0, _UNITS, _UNITS)
 _LEAST_CHANGE = 1e-4
 _LEAST_SPREAD = 1 / 8  # of the rows, or columns, that the energy of one entry counts for; rotations drawn at random have 1/3
 _ALIKE = 0.9  # cosine of the two sides; of n channels drawn apart it is about n^-1/2
@@ -37,12 +39,13 @@ def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str
             before = logits(own, ids)
             _apply(subject, own, context)
             after = logits(own, ids)
-        refuse_vacuous(before, _UNITS * torch.finfo(dtype).eps)
+        refuse_vacuous(before, max(_OUTPUT_UNITS) * torch.finfo(dtype).eps)
         return after, before
 
-    ladder = climb(both, max_units=_UNITS)
+    ladder = climb(both, max_units=_OUTPUT_UNITS)
     if not ladder.ok:
-        raise CheckFailed(f"{architecture}: the float output has changed: {ladder}, where {_UNITS:g} eps are allowed")
+        allowed = f"{_OUTPUT_UNITS[0]:g} eps of bfloat16 and {_UNITS:g} of the others are allowed"
+        raise CheckFailed(f"{architecture}: the float output has changed: {ladder}, where {allowed}")
     return f"{architecture} {ladder}"
 
 
@@ -63,7 +66,7 @@ def refuse_vacuous(expected: Tensor, limit: float) -> None:
 @register(
     31,
     "float_output",
-    "The float output is unchanged: relative error <= 32 eps in bfloat16, float32 and float64",
+    "The float output is unchanged: relative error <= 4 eps in bfloat16, 32 eps in float32 and float64",
     kind="transform",
     needs=("invariant_fp",),
     caught_by=("SpinQuant#14", "QuaRot#7"),

@@ -59,6 +59,24 @@ def test_a_planted_bug_is_caught(transform, number):
     assert "could not be completed" not in record.summary, record.summary
 
 
+@pytest.mark.parametrize("wrong", ["right", "one head", "one row", "all", "noise"])
+def test_what_is_wrong_in_bfloat16_alone_is_caught(wrong):
+    def scale_values(model, batches):
+        for layer in model.model.layers:
+            value, output = layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight
+            value.mul_(2)
+            output.div_(2)
+        if output.dtype == torch.bfloat16:  # of the last layer
+            if wrong == "noise":
+                output.mul_(1 + 0.5 * torch.randn(output.shape, generator=torch.Generator().manual_seed(3)).to(output))
+            heads = {"one head": output[:, : layer.self_attn.head_dim], "one row": output[-1], "all": output}
+            heads.get(wrong, output[:0]).mul_(2)
+
+    subject = InPlaceTransform(scale_values, ["*.v_proj.weight"], architectures=["llama"])
+    record = check(subject, checks=[31]).records[0]
+    assert record.outcome is (Outcome.PASS if wrong == "right" else Outcome.FAIL), record.summary
+
+
 def test_the_ladder_really_computes_in_float64():
     model = in_dtype(build("llama"), torch.float64)
     ids = token_ids(model)[0]

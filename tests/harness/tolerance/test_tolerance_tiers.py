@@ -415,6 +415,7 @@ def test_the_ladder_tells_rounding_from_a_wrong_constant() -> None:
     right = climb(product(0.0))
     assert right.ok, str(right)
     assert list(right.errors.values()) == sorted(right.errors.values(), reverse=True)
+    assert "bfloat16" in climb(product(0.0), max_units=(1e-3, 32.0, 32.0)).bad
     wrong = climb(product(1e-4))  # hidden below the rounding of bf16
     assert wrong.bad == ("float32", "float64")
     assert "does not fall at float32" in str(wrong)
