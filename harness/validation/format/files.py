@@ -90,16 +90,28 @@ def check_config(subject: Subject) -> CheckRecord:
 
 
 def _contradictions(config: Mapping[str, Any], base: Mapping[str, Any], said: Mapping[str, Any], read: Mapping[str, Any]) -> list[str]:
-    """Name settings that transformers passes over where they stand, and that other readers take, with another value than the base's."""
+    """Name settings that the base has otherwise, or not at all, and that transformers obeys unseen, or passes over where others do not."""
     known = _leaves(base).keys() | _leaves(read).keys()
     values: dict[str, list[Any]] = {}
     for place, value in _leaves(said).items():
         values.setdefault(place[-1], []).append(value)
-    return [
-        f"{'.'.join(place)}: {value!r} stands where transformers passes over it; the base says {values[place[-1]][0]!r}"
+    values["torch_dtype"] = values.get("dtype", ["nothing"])  # its name before transformers 5
+    odd = {
+        place: value
         for place, value in _leaves(config).items()
-        if place not in known and value not in values.get(place[-1], [value])
+        if place not in known and value not in values.get(place[-1], [] if _is_obeyed_unseen(place[-1]) else [value])
+    }
+    return [
+        f"{'.'.join(place)}: {value!r} stands where transformers does not write it; the base says {values.get(place[-1], ['nothing'])[0]!r}"
+        for place, value in odd.items()
     ]
+
+
+def _is_obeyed_unseen(name: str) -> bool:
+    """Whether transformers takes a setting out of config.json, so that the config that it reads does not show it."""
+    from transformers import GenerationConfig
+
+    return name.endswith("_implementation") or name in GenerationConfig().to_dict()
 
 
 def _leaves(config: Mapping[str, Any], *place: str) -> dict[tuple[str, ...], Any]:

@@ -57,6 +57,9 @@ def flip_byte(tensors):
 PLANTED = [
     ("files.config", lambda c: c.edit_config(lambda d: d.update(hidden_act="gelu")), "hidden_act"),
     ("files.config", lambda c: c.edit_config(lambda d: d.pop("vocab_size")), "vocab_size"),
+    ("files.config", lambda c: c.edit_config(lambda d: d.update(_attn_implementation="eager")), "_attn_implementation: 'eager' stands"),
+    ("files.config", lambda c: c.edit_config(lambda d: d.update(temperature=0.2)), "temperature: 0.2 stands"),
+    ("files.config", lambda c: c.edit_config(lambda d: d.update(torch_dtype="float64")), "torch_dtype: 'float64' stands"),
     ("files.config", lambda c: (c.folder / "config.json").unlink(), "holds no config.json"),
     ("files.config", lambda c: (c.folder / "config.json").write_text("{"), "is not JSON"),
     ("files.generation_config", spoil_generation, "temperature"),
