@@ -68,6 +68,7 @@ class Golden:
             test: id of the test, for provenance.
         """
         self.settings, self.test = settings, test
+        self.is_over = False  # what it holds then, no report has any more
         self.outcomes: list[dict[str, Any]] = []
         self._store = GoldenStore(settings.root)
         self._folder = CandidateFolder(settings.cache)
@@ -104,9 +105,11 @@ class Golden:
 
         Raises:
             GoldenMismatch: outputs regressed, inputs drifted, the golden is missing, a limit was loosened, or lets decoys through.
-            GoldenError: the store cannot be read, the golden's file is another golden's, or the call makes no sense.
+            GoldenError: the store cannot be read, the golden's file is another golden's, the test is over, or the call makes no sense.
         """
         __tracebackhide__ = True
+        if self.is_over:
+            raise GoldenError(f"{name}: this golden is that of {self.test}, which is over; ask for the fixture in the test that checks")
         held = as_tensors(name, tensors)
         asked = Question(
             name=name,

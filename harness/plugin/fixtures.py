@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -33,7 +33,7 @@ _SHARE = "share/compressor-harness/reference/config.json"
 
 
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Golden:
+def golden(request: pytest.FixtureRequest) -> Iterator[Golden]:
     """Golden outputs: `golden.check(name, tensors, tier=..., inputs=...)` holds tensors against what was accepted before."""
     from harness.goldens.golden import Golden, GoldenSettings
 
@@ -47,7 +47,8 @@ def golden(request: pytest.FixtureRequest) -> Golden:
     )
     made = Golden(settings, request.node.nodeid)
     request.node.stash[GOLDEN] = made
-    return made
+    yield made
+    made.is_over = True
 
 
 @pytest.fixture

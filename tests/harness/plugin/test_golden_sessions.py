@@ -43,6 +43,28 @@ def test_a_missing_golden_fails_and_writes_nothing(project) -> None:
     assert not (project.path / "golden").exists()
 
 
+@pytest.mark.parametrize("options", [(), ("--golden-update=new",)])
+def test_a_golden_is_of_no_use_behind_its_test(project, options) -> None:
+    project.tests(
+        test_it="""
+import pytest, torch
+kept = []
+@pytest.fixture
+def late(golden):
+    yield
+    golden.check("in/teardown", torch.ones(2))
+def test_keep(golden, late):
+    kept.append(golden)
+def test_use():
+    kept[0].check("kept/x", torch.ones(3))
+"""
+    )
+    result = project.run(*options)
+    result.assert_outcomes(passed=1, failed=1, errors=not options)
+    result.stdout.fnmatch_lines(["*GoldenError: kept/x: this golden is that of test_it.py::test_keep, which is over; *"])
+    assert ("written: in/teardown" in result.stdout.str()) == bool(options)  # what a fixture of the test asks for comes before its end
+
+
 @pytest.mark.parametrize("variable", ["CI", "GITHUB_ACTIONS", "BUILD_NUMBER"])
 @pytest.mark.parametrize("mode", ["new", "failed", "all"])
 def test_ci_never_writes(project, monkeypatch: pytest.MonkeyPatch, variable: str, mode: str) -> None:
