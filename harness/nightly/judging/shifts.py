@@ -191,8 +191,7 @@ def _look(nights: _Nights) -> Shift | None:
         return None
     candidates = [one for one in (_step(nights), _drift(nights, 0)) if one is not None and one[0].shows]
     simple = min(candidates, key=lambda one: one[1])[0] if candidates else None
-    is_noise = simple is None and not any(map(has_structure, (nights.levels_N, _winsorized(nights.levels_N)[0])))
-    first = None if is_noise else _first_of_many(nights)
+    first = _first_of_many(nights) if simple is not None or has_structure(nights.levels_N) else None
     return simple if first is None or not first.shows else replace(first, seen=count)
 
 
@@ -226,7 +225,7 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
 def _first_of_many(nights: _Nights) -> Shift | None:
     """The first change of several: nights of later levels and lines know the noise, too."""
     levels_N = nights.levels_N.copy()
-    first, *later = parts = segments(_without_spikes(levels_N))
+    first, *later = parts = segments(levels_N)
     known = [_line(levels_N[one.start : one.end], 0)[1] if one.is_line else _centred(levels_N[one.start : one.end]) for one in later]
     if first.is_line:
         drift = _shift(_drift(nights.until(first.end, known), 0, LEAST_LINE))
@@ -280,16 +279,19 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     rise = slope * (count - 1 - bend)
     if abs(rise) < LEAST_GAIN:
         return None
-    kept_E, spread = _noise(np.concatenate([nights.residuals_E, own_N]))
-    correlation = _correlation(kept_E)
-    spread = max(spread, median(nights.errors_N))
-    lever = (count - 1 - bend) / math.sqrt(float(np.square(_nights_since(bend, count)).sum()))
-    error = spread * math.hypot(nights.across, lever * math.sqrt((1 + correlation) / (1 - correlation)))
-    begun = min(count - 1, bend + math.ceil(LEAST_EFFECT / abs(slope)))
     squares = float(np.square(own_N).sum())
     if squares > _squares(np.split(nights.levels_N, [_split_by_sums(nights.levels_N)])):  # a step that nobody knows to be one yet
         return None
-    return Shift(begun, count, count - LEAST_AFTER, rise, error, _degrees(len(kept_E), correlation), bend), squares
+    kept_E, spread = _noise(np.concatenate([nights.residuals_E, own_N]))
+    correlation = _correlation(kept_E)
+    # A curve is not noise around its line: neighbours bound the noise, if they are as alike as they may be at most.
+    near = _noise(np.diff(nights.levels_N))[1] / math.sqrt(2 * (1 - _MAX_CORRELATION))
+    lever = (count - 1 - bend) / math.sqrt(float(np.square(_nights_since(bend, count)).sum()))
+    begun = min(count - 1, bend + math.ceil(LEAST_EFFECT / abs(slope)))
+    known = ((spread, correlation, _degrees(len(kept_E), correlation)), (near, _MAX_CORRELATION, count - 2.0))
+    errors = ((noise * math.hypot(nights.across, lever * math.sqrt((1 + alike) / (1 - alike))), degrees) for noise, alike, degrees in known)
+    drifts = (Shift(begun, count, count - LEAST_AFTER, rise, error, degrees, bend) for error, degrees in errors)
+    return min(drifts, key=lambda one: one.p_value), squares
 
 
 def _nights_since(bend: int, count: int) -> NDArray[np.float64]:
@@ -352,13 +354,6 @@ def _splits(levels_N: NDArray[np.float64], many: int, least: int = LEAST_AFTER) 
 def _clipped(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """What is far outside counts no more than what is just outside."""
     return _within(levels_N, median(levels_N), 20 * _noise(levels_N)[1])
-
-
-def _without_spikes(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Nights that lie far outside of both of their neighbours are moved to these."""
-    around_N = levels_N.copy()
-    around_N[1:-1] = np.median(np.stack([levels_N[:-2], levels_N[1:-1], levels_N[2:]]), axis=0)
-    return around_N + _winsorized(levels_N - around_N)[0]
 
 
 def _noise(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:

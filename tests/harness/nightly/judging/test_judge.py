@@ -186,6 +186,25 @@ def test_steps_and_drifts_together_are_told_apart_from_noise(seed: int) -> None:
         assert found.verdict is Verdict.REGRESSION and found.changes[0].night <= night_label(25), (story, found.summary)
 
 
+CURVES = {
+    "settles slowly": lambda night: 1.2 - 0.2 * math.exp(-max(0, night - 15) / 15),
+    "settles from the first night": lambda night: 1.2 - 0.2 * math.exp(-night / 8),
+    "a logarithm": lambda night: 1 + 0.05 * math.log1p(night),
+    "a parabola": lambda night: 1 + 1e-4 * night**2,
+}
+
+
+@pytest.mark.parametrize(("name", "least"), [(name, 8 if "first" in name else 11) for name in CURVES])
+def test_a_curve_that_no_line_follows_is_found(name: str, least: int) -> None:
+    found = [judge(series([CURVES[name](night) for night in range(70)], seed)).verdict for seed in range(12)]
+    assert found.count(Verdict.REGRESSION) >= least, found
+
+
+def test_behind_what_was_found_the_same_nights_show_more() -> None:
+    found = judge(series([1.0] * 8 + [0.9] * 12 + [1.0] * (LEAST_NOISE + LEAST_AFTER - 20)))
+    assert [change.night for change in found.changes] == [night_label(20)], found.summary
+
+
 @pytest.mark.parametrize("bad", [(20, 21), (5, 6), (20, 25), (20, 21, 22)])
 def test_bad_nights_do_not_hide_a_later_step(bad: tuple[int, ...]) -> None:
     found = judge(series([10.0 if night in bad else 1.1 if night >= 45 else 1.0 for night in range(70)]))
@@ -202,6 +221,21 @@ def test_nights_that_become_noisy_are_no_change_of_their_mean(repetitions: int) 
     assert alarms <= (2 if repetitions > 1 else 6)  # of single readings two nights that agree by chance look like a step
 
 
+def test_single_readings_that_become_ten_times_as_noisy_seldom_look_like_a_step() -> None:
+    rng, alarms = np.random.default_rng(0), 0
+    spread_N = np.where(np.arange(60) < 30, 0.005, 0.05)
+    for _ in range(100):
+        found = find_shifts(spread_N * rng.standard_normal(60), densely=True).found
+        alarms += any(shift.effect > 0 for shift in found)
+    assert alarms <= 33  # 28; were such nights to count by the noise of those before, 38
+
+
+def test_a_random_walk_seldom_looks_like_a_curve() -> None:
+    walks = np.cumsum(0.005 * np.random.default_rng(0).standard_normal((100, 80)), axis=1)
+    alarms = sum(any(shift.effect > 0 for shift in find_shifts(walk_N).found) for walk_N in walks)
+    assert alarms <= 22  # 14; were neighbours' differences all of the noise, 31
+
+
 def test_what_is_worse_is_never_called_better() -> None:
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -209,6 +243,7 @@ def test_what_is_worse_is_never_called_better() -> None:
         readings = np.array(sizes)[:, None] + 0.006 * rng.standard_normal((60, 5))
         found = judge([replace(one, values=tuple(row)) for one, row in zip(series(sizes), readings, strict=True)])
         assert "better by -" not in found.summary, found.summary
+        assert "better by -" not in judge(series([1.0] * 40 + [1.008] * 30, seed)).summary
 
 
 def test_what_is_mended_is_over() -> None:
