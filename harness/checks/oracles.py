@@ -1,7 +1,8 @@
 """What judges quantizers: codes, ties and scales by their definitions, in float64, without a line of what is judged.
 
 A grid is the list of all values that codes stand for, in rising order. Rounding takes the nearest value, and half way between two values
-the one whose place, counted from zero, is even: for integers that is the even integer, for floats the one with an even significand.
+the one whose place, counted from zero, is even: for integers that is the even integer, for floats the one with an even significand. Where
+zero is no code, places are counted from the first value above it.
 
 Formats: two's complement; fp8 e4m3fn and fp4 e2m1 (OCP 8-bit Floating Point and Microscaling Formats, v1.0).
 Shapes: R rows, C columns; a unit is the rectangle of values that share a scale.
@@ -75,7 +76,7 @@ def nearest(positions: Tensor, grid: Tensor) -> Tensor:
     inside = positions.clamp(grid[0], grid[-1]).contiguous()
     above = torch.searchsorted(grid, inside).clamp(1, len(grid) - 1)
     low, high = grid[above - 1], grid[above]
-    zero = int((grid == 0).nonzero()[0])
+    zero = int(torch.searchsorted(grid, 0.0))
     low_is_even = (above - 1 - zero) % 2 == 0
     down, up = inside - low, high - inside
     return torch.where((down < up) | ((down == up) & low_is_even), low, high)
@@ -96,7 +97,7 @@ def at_tie(positions: Tensor, grid: Tensor, eps: float, reach: Tensor | None = N
     middles = (grid[1:] + grid[:-1]) / 2
     above = torch.searchsorted(middles, positions.contiguous()).clamp(0, len(middles) - 1)
     distance = torch.minimum((positions - middles[above]).abs(), (positions - middles[(above - 1).clamp(min=0)]).abs())
-    return distance < 4 * eps * (positions if reach is None else reach).abs()
+    return distance <= 4 * eps * (positions if reach is None else reach).abs()
 
 
 def spread(part: Tensor, shape: tuple[int, int], unit: tuple[int, int]) -> Tensor:

@@ -46,7 +46,7 @@ TAGS: Mapping[str, str] = MappingProxyType(
         # packers
         "refuses_unfit": "a code that does not fit into its bits raises an error",
         # solvers
-        "act_order": "columns are rounded in the order of their activation",
+        "act_order": "columns are rounded by falling H_ii, equal ones in their own order",
         "rows_apart": "the order of the rows decides nothing: each has scales of its own, or all have one",
         "fixed_scales": "scales come from the weight's range alone, not from a search",
         "searches_scales": "scales are searched, by the loss; `unsearched()` gives the same subject without a search",

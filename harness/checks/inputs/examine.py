@@ -112,6 +112,8 @@ def each_weight(
     count = 0
     of_units = grid_weights(wanted[0], subject.column_multiple, large_unit(subject))
     for label, weight in (*fixed_weights(wanted, subject.column_multiple, group), *of_units):
+        if not _has_scales(subject, weight):
+            continue
         count += 1
         try:
             hold(context.once(subject, label, partial(examine, subject, weight)))
@@ -138,6 +140,8 @@ def _drawn(subject: Quantizer, context: CheckContext, hold: Callable[[Examined],
     @given(weights(dtypes=dtypes, column_multiple=subject.column_multiple))
     def drawn(weight: Tensor) -> None:
         nonlocal count
+        if not _has_scales(subject, weight):
+            return
         count += 1
         try:
             hold(examine(subject, weight))
@@ -146,6 +150,21 @@ def _drawn(subject: Quantizer, context: CheckContext, hold: Callable[[Examined],
 
     drawn()
     return count
+
+
+def held_in(subject: Quantizer) -> torch.dtype | None:
+    """Return the dtype of 16 bits or more in which scales are stored, by which they are right; None: that of the scales themselves.
+
+    Smaller ones stand under a global scale, or hold exponents alone, and have rules of their own.
+    """
+    stored = subject.stored_scale
+    return stored if stored is not None and stored.is_floating_point and stored.itemsize > 1 else None
+
+
+def _has_scales(subject: Quantizer, weight: Tensor) -> bool:
+    """Whether the dtype in which scales are stored reaches as far as the weight."""
+    held = held_in(subject)
+    return held is None or float(weight.abs().amax()) <= torch.finfo(held).max
 
 
 def eps_of(dtype: torch.dtype) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, hold_memory_of, large_unit, refuse
+from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, held_in, hold_memory_of, large_unit, refuse
 from harness.checks.inputs.planted import POWERS, is_exact, middles_of, power_scales, tied, tied_weights
 from harness.checks.inputs.presentations import GRAD_MODES, layouts, places, presentations
 from harness.checks.oracles import at_tie, nearest, units
@@ -145,7 +145,8 @@ def covers(subject: Quantizer, context: CheckContext) -> str:
         over = torch.maximum(positions - grid[-1], grid[0] - positions)
         # Scales that underflow are raised to a floor, or rounded coarsely.
         largest = units(found.exact, found.unit).abs().nan_to_num(nan=0.0).amax(1)
-        normal = largest > float(torch.finfo(found.values.dtype).tiny) * 4 * widest
+        tiny = max(float(torch.finfo(dtype).tiny) for dtype in (found.values.dtype, held_in(subject) or found.values.dtype))
+        normal = largest > tiny * 4 * widest
         over = units(over, found.unit).nan_to_num(nan=-1.0).amax(1)
         refuse(normal & (over > slack), "a value is cut off by more than a step", steps=over)
         reach = units((positions - found.zero).abs(), found.unit).nan_to_num(nan=0.0).amax(1)
@@ -196,7 +197,7 @@ def homogeneous(subject: Quantizer, context: CheckContext) -> str:
     """Scale weights by powers of two, away from the ends of their dtype."""
 
     def hold(found: Examined) -> None:
-        if not _is_central(found.weight):
+        if not _is_central(found.weight, held_in(subject)):
             return
         values = found.values.to(torch.float64)
         for power in (-3, 1, 6):
@@ -206,11 +207,12 @@ def homogeneous(subject: Quantizer, context: CheckContext) -> str:
     return each_weight(subject, context, hold)
 
 
-def _is_central(weight: Tensor) -> bool:
-    """All of it stays a normal number when it is divided by a scale of 8 bits or multiplied by 2^6."""
+def _is_central(weight: Tensor, stored: torch.dtype | None) -> bool:
+    """All of it, and its scales as stored, stay normal numbers when it is divided by a scale of 8 bits or multiplied by 2^6."""
     live = weight[weight != 0].abs().to(torch.float64)
-    info = torch.finfo(weight.dtype)
-    margin = 2.0**12 if weight.dtype == torch.float16 else 2.0**20
+    dtype = torch.float16 if torch.float16 in (weight.dtype, stored) else weight.dtype
+    info = torch.finfo(dtype)
+    margin = 2.0**12 if dtype == torch.float16 else 2.0**20
     return live.numel() == 0 or bool((live.amin() > info.tiny * margin) & (live.amax() < info.max / 2.0**8))
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.examine import Examined, each_weight, examine, refuse
+from harness.checks.inputs.examine import Examined, each_weight, examine, held_in, refuse
 from harness.checks.inputs.presentations import GRAD_MODES, places, presentations
 from harness.checks.oracles import RULES, e4m3_grid, units
 from harness.checks.protocols import Quantizer
@@ -82,7 +82,7 @@ def scale_rule(subject: Quantizer, context: CheckContext) -> str:
 
     def hold(found: Examined) -> None:
         expected, zero = rule(units(found.weight, found.unit), subject.code_values)
-        _hold_scales(found, expected)
+        _hold_scales(found, expected, held_in(subject) or found.quantized.scale.dtype)
         if zero is not None:
             _hold_zero_points(found, expected, zero, subject.code_values)
 
@@ -90,7 +90,7 @@ def scale_rule(subject: Quantizer, context: CheckContext) -> str:
     return each_weight(subject, context, hold)
 
 
-def _hold_scales(found: Examined, expected: Tensor) -> None:
+def _hold_scales(found: Examined, expected: Tensor, held: torch.dtype) -> None:
     scale = found.quantized.scale
     if found.quantized.global_scale is not None:
         if float(found.exact.abs().amax()) < _LEAST_GLOBAL:
@@ -99,11 +99,11 @@ def _hold_scales(found: Examined, expected: Tensor) -> None:
         largest = units(found.weight, found.unit).abs().nan_to_num(nan=0.0).amax(1)
         _hold_small_scales(scale.reshape(-1), torch.where(largest > info.tiny * 32, expected, 0.0), float(info.eps))
         return
-    flat = scale.reshape(-1)
-    usable = (expected > torch.finfo(scale.dtype).tiny) & expected.isfinite()  # else any scale above 0 serves, which check 1 asks for
+    flat = scale.reshape(-1).to(held)
+    usable = (expected > torch.finfo(held).tiny) & expected.isfinite()  # else any scale above 0 serves, which check 1 asks for
     if scale.numel() != expected.numel():
         raise CheckFailed(f"{scale.numel()} scales for {expected.numel()} units")
-    result = compare(flat[usable], expected[usable].to(scale.dtype), TIER, name="scale")
+    result = compare(flat[usable], expected[usable].to(held), TIER, name="scale")
     if not result.ok:
         raise CheckFailed(f"scales are not what their units ask for: {result.summary}")
 

@@ -123,6 +123,7 @@ WRONG: dict[str, tuple[OurSolver, str, str]] = {
         "solver.hessian",
         "H is not 2 * mean(x x^T)",
     ),
+    "tokens of zeros": (Wrong(batch=lambda x, _: x[x.any(-1)] if x.dim() == 2 else x), "solver.hessian", "H is not 2 * mean(x x^T)"),
     "views": (Wrong(batch=more(lambda x: not x.is_contiguous())), "solver.hessian", "a transposed view of [60, 401]"),
     "stride 0": (Wrong(batch=more(lambda x: 0 in x.stride() and x.dim() == 3)), "solver.hessian", "one row, expanded of [3, 20, 401]"),
     "a Parameter": (Wrong(batch=more(lambda x: isinstance(x, nn.Parameter))), "solver.hessian", "a Parameter of [60, 401]"),

@@ -66,6 +66,8 @@ class SparseGPT(Rows):
     pattern = (2, 4)
     sparsity = 0.5
     sign = 1.0
+    block = 10_000
+    """Columns behind which no update gets."""
 
     def prune(self, weight, hessian):
         work = weight.double().clone()
@@ -78,7 +80,8 @@ class SparseGPT(Rows):
             mask = torch.zeros_like(work, dtype=torch.bool).scatter(1, dropped, True)
             for j in range(start, start + 4):
                 error = torch.where(mask[:, j], work[:, j], 0.0) / factor[j, j]
-                work[:, j + 1 :] -= self.sign * error[:, None] * factor[j, j + 1 :]
+                end = (j // self.block + 1) * self.block
+                work[:, j + 1 : end] -= self.sign * error[:, None] * factor[j, j + 1 : end]
                 work[mask[:, j], j] = 0.0
         kept = work.to(weight.dtype)
         return torch.where((work != 0) & (kept == 0), torch.full_like(kept, torch.finfo(weight.dtype).tiny), kept)
@@ -232,6 +235,22 @@ class LastColumnsStay(Moved):
         return torch.arange(moves.shape[1]) < moves.shape[1] // 2
 
 
+class TwoLastColumnsStay(Moved):
+    def share(self, moves):
+        return torch.arange(moves.shape[1]) < moves.shape[1] - 2
+
+
+class ColumnsFrom512OnStay(Moved):
+    def share(self, moves):
+        return torch.arange(moves.shape[1]) < 512
+
+
+class BlocksOf128(SparseGPT):
+    """Updates what is in its block, and forgets what comes behind."""
+
+    block = 128
+
+
 class NextRow(Moved):
     def share(self, moves):
         return moves.roll(1, 0) / torch.where(moves == 0, 1.0, moves)
@@ -253,6 +272,18 @@ class ForgetsTheSign(Pattern):
         return blocks.scatter(1, blocks.argsort(dim=1, stable=True)[:, :2], 0.0).reshape(weight.shape)
 
 
+class RowByMagnitude(Wanda):
+    """Of one row the inputs do not count."""
+
+    tags = frozenset({"reads_hessian"})
+
+    def prune(self, weight, hessian):
+        pruned = super().prune(weight, hessian)
+        if len(weight) > 5:
+            pruned[5] = weight[5].scatter(0, weight[5].abs().argsort(stable=True)[: round(self.sparsity * weight.shape[1])], 0.0)
+        return pruned
+
+
 class Nothing(SparseGPT):
     """Prunes everything: no mask is wrong, and nothing is left."""
 
@@ -263,6 +294,8 @@ class Nothing(SparseGPT):
 PLANTS = [
     (Threshold, 37), (AcrossRows, 37), (Nothing, 37), (Ragged, 37), (LosesZeros, 38), (OffByOne, 39), (GlobalThreshold, 39), (InPlace, 37),
     *((plant, "sparsifier.makes_up") for plant in (MovesNothing, HalfAsFar, TwiceAsFar, OneRowStays, LastColumnsStay, NextRow, WrongSign)),
+    *((plant, "sparsifier.makes_up") for plant in (TwoLastColumnsStay, ColumnsFrom512OnStay, BlocksOf128)),
+    (RowByMagnitude, "sparsifier.inputs_count"),
     (Rescales, "sparsifier.kept_weights"), (ForgetsTheSign, "sparsifier.beats_random"), (WrongSign, 40), (SmallestKept, 40), (Nothing, 40),
 ]  # fmt: skip
 
