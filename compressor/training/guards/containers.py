@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.training.guards.frozen_value import MAX_ARRAY_BYTES, Same, frozen, is_foreign
-from compressor.training.guards.python_state import once_a_look, one_look, other_modules, variables
+from compressor.training.guards.python_state import once_a_look, one_look, other_modules, said_by_loss, variables
 from compressor.training.guards.reach import BOOKS, TORCH_S_OWN
 from compressor.training.step.step import TrainStep
 
@@ -96,7 +96,7 @@ def containers_of(values: Mapping[str, object]) -> list[Container]:
 
 
 def watches_update(step: TrainStep) -> bool:
-    """Say whether the optimizer's settings and state are guarded: a capture holds its update, or the step's functions reach it.
+    """Say whether the optimizer's settings and state are guarded: a capture holds its update, or the step's functions reach or name them.
 
     Args:
         step: the step; not changed.
@@ -104,7 +104,8 @@ def watches_update(step: TrainStep) -> bool:
     Returns:
         False where the update runs in Python after every replay.
     """
-    return step.update_is_captured or any(getter() is step.optimizer for _, getter in variables(step))
+    is_named = "param_groups" in said_by_loss(step) or any(getter() is step.optimizer for _, getter in variables(step))
+    return step.update_is_captured or is_named
 
 
 def guarded_tensors(step: TrainStep) -> dict[str, Tensor]:

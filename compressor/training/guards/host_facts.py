@@ -151,6 +151,7 @@ def _module_facts(module: nn.Module) -> dict[str, object]:
     facts: dict[str, object] = {key: value for key, value in values.items() if type(value) in _PLAIN}
     facts |= {key: Same(value) for key, value in values.items() if isinstance(value, Tensor | torch.Generator | FunctionType)}
     facts["class"] = type(module)
+    facts |= {f"order of {kind}": tuple(values[kind]) for kind in ("_modules", "_parameters", "_buffers")}
     facts["forward"] = Same(values.get("forward"))
     hooks = tuple(Same(hook) for kind in HOOKS for hook in values[kind].values())
     if hooks:
@@ -265,6 +266,8 @@ def _tables(step: TrainStep) -> Iterator[Any]:
     yield from (held.content for held in containers(step))
     yield from classes(step).values()
     yield from () if step.averages is None else _nested(step.averages.__dict__)
+    for tensor in (*step.parameters().values(), *step.model.buffers()):
+        yield vars(tensor)
     for parameter in step.parameters().values():
         yield from (hooks for hooks in _parameter_facts(parameter)[2:] if hooks is not None)
 

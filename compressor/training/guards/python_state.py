@@ -6,7 +6,7 @@ compare these variables like any other fact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
@@ -112,13 +112,27 @@ def reached_classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
     return {base: vars(base) for cls in _reached(step)[1].classes for base in cls.__mro__ if not is_foreign(base.__module__)}
 
 
+def said_by_loss(step: TrainStep) -> Set[str]:
+    """List the attributes that the loss function, modules and hooks name, and what they call.
+
+    Args:
+        step: the step; not changed.
+
+    Returns:
+        Names.
+    """
+    return _reached(step)[2]
+
+
 @once_a_look
-def _reached(step: TrainStep) -> tuple[list[tuple[str, Getter]], Walk]:
+def _reached(step: TrainStep) -> tuple[list[tuple[str, Getter]], Walk, frozenset[str]]:
     found: list[tuple[str, Getter]] = []
     for name, tensor in (*step.parameters().items(), *step.model.named_buffers()):
         found += [(f"attribute '{key}' of {name}", partial(vars(tensor).get, key)) for key in vars(tensor)]
     walk = Walk(frozenset(step.model.modules()))
-    return [*found, *walk.follow(_roots(step))], walk
+    found += walk.follow(_roots(step))
+    said = frozenset(walk.said)
+    return [*found, *walk.follow(_roots_beside(step))], walk, said
 
 
 def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
@@ -129,6 +143,9 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, Any]]:
         hooks = (*(parameter._backward_hooks or {}).values(), *(after or {}).values())
         yield from ((f"a hook of {name}", hook) for hook in hooks if runs(hook))
     yield from (("a hook of all modules", hook) for table in _MODULE_HOOKS for hook in table.values() if runs(hook))
+
+
+def _roots_beside(step: TrainStep) -> Iterator[tuple[str, Any]]:
     yield from _zero_roots(step.optimizer)
     yield from _update_roots(step.optimizer) if step.update_is_captured else ()
     for number, modifier in enumerate(step.modifiers):  # one with a plan key speaks for itself, and so do those of this package

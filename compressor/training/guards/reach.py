@@ -63,12 +63,13 @@ class Walk:
     Attributes:
         others: modules beside the model, and the way to each.
         classes: what was met of them, by name; those of objects, of modules, and those that code names.
+        said: attributes that code on the way names.
     """
 
     def __init__(self, own: frozenset[nn.Module]) -> None:
         self.others: dict[nn.Module, str] = {}
         self.classes: dict[type, set[str]] = {}
-        self._own, self._said = own, set[str]()
+        self._own, self.said = own, set[str]()
         self._waiting: deque[tuple[object, str]] = deque()
         self._seen: set[int] = set()
         self._held: list[_Held] = []
@@ -167,7 +168,7 @@ class Walk:
             self._waiting.append((function.__wrapped__, name))
         if is_foreign(home(function)):
             return
-        self._said |= said_by(function.__code__, ATTRIBUTES)
+        self.said |= said_by(function.__code__, ATTRIBUTES)
         for part in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
             if getattr(function, part):
                 yield f"{part} of {name}", partial(getattr, function, part)
@@ -243,7 +244,7 @@ class Walk:
         """What code names of the objects that were met."""
         for held in self._held:  # more may come meanwhile
             space = getattr(held.value, "__dict__", {})
-            for key in sorted((self._said & space.keys()) - held.done):
+            for key in sorted((self.said & space.keys()) - held.done):
                 held.done.add(key)
                 if isinstance(held.value, ModuleType) and not is_foreign(held.value.__name__):
                     yield f"'{key}' of {held.name}", partial(space.get, key, MISSING)
@@ -254,7 +255,7 @@ class Walk:
         classes = [cls for cls in self.classes if not is_foreign(cls.__module__)]
         for cls in classes:
             done = self.classes[cls]
-            said = self._said | (_OF_AUTOGRAD if issubclass(cls, torch.autograd.Function) else frozenset({"forward"}))
+            said = self.said | (_OF_AUTOGRAD if issubclass(cls, torch.autograd.Function) else frozenset({"forward"}))
             plain = {key for key in said if not (key.startswith("__") and key.endswith("__")) and hasattr(cls, key)}
             for key in sorted((plain | self._implicit(cls)) - done):
                 done.add(key)

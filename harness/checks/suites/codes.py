@@ -145,8 +145,7 @@ def covers(subject: Quantizer, context: CheckContext) -> str:
         over = torch.maximum(positions - grid[-1], grid[0] - positions)
         # Scales that underflow are raised to a floor, or rounded coarsely.
         largest = units(found.exact, found.unit).abs().nan_to_num(nan=0.0).amax(1)
-        tiny = max(float(torch.finfo(dtype).tiny) for dtype in (found.values.dtype, held_in(subject) or found.values.dtype))
-        normal = largest > tiny * 4 * widest
+        normal = largest > max(torch.finfo(dtype or found.values.dtype).tiny for dtype in (None, held_in(subject))) * 4 * widest
         over = units(over, found.unit).nan_to_num(nan=-1.0).amax(1)
         refuse(normal & (over > slack), "a value is cut off by more than a step", steps=over)
         reach = units((positions - found.zero).abs(), found.unit).nan_to_num(nan=0.0).amax(1)
@@ -210,9 +209,8 @@ def homogeneous(subject: Quantizer, context: CheckContext) -> str:
 def _is_central(weight: Tensor, stored: torch.dtype | None) -> bool:
     """All of it, and its scales as stored, stay normal numbers when it is divided by a scale of 8 bits or multiplied by 2^6."""
     live = weight[weight != 0].abs().to(torch.float64)
-    dtype = torch.float16 if torch.float16 in (weight.dtype, stored) else weight.dtype
-    info = torch.finfo(dtype)
-    margin = 2.0**12 if dtype == torch.float16 else 2.0**20
+    is_half = torch.float16 in (weight.dtype, stored)
+    info, margin = torch.finfo(torch.float16 if is_half else weight.dtype), 2.0**12 if is_half else 2.0**20
     return live.numel() == 0 or bool((live.amin() > info.tiny * margin) & (live.amax() < info.max / 2.0**8))
 
 

@@ -10,6 +10,7 @@ import torch
 import compressor.training.guards.host_facts as identities
 import compressor.training.replay.plan as plan_module
 from compressor.errors import GuardDriftError, PointerDriftError, ProofError, ReplayError, SignatureDriftError
+from compressor.training import Trainer, TrainStep
 
 
 class _ForeignTraversal:
@@ -78,6 +79,12 @@ def _another_layer(trainer):
     trainer.step.model.another = torch.nn.Linear(2, 2)
 
 
+def _reversed(table):
+    content = dict(reversed(table.items()))
+    table.clear()
+    table.update(content)
+
+
 def _threads(trainer):
     torch.set_num_threads(torch.get_num_threads() + 1)
 
@@ -89,6 +96,9 @@ CHANGES = {
     "an equal rate in another tensor": (_equal_rate, PointerDriftError),
     "a new attribute": (_attribute, GuardDriftError),
     "a new layer": (_another_layer, ReplayError),
+    "another order of layers": (lambda t: _reversed(t.step.model._modules), GuardDriftError),
+    "another order of parameters": (lambda t: _reversed(t.step.model.first._parameters), GuardDriftError),
+    "a new attribute of a parameter": (lambda t: setattr(t.step.model.first.weight, "scale", 2.0), GuardDriftError),
     "a number of threads": (_threads, GuardDriftError),
     "a hook of a parameter": (lambda t: t.step.model.first.weight.register_hook(lambda grad: grad), GuardDriftError),
     "a hook after accumulation": (lambda t: t.step.model.last.bias.register_post_accumulate_grad_hook(print), GuardDriftError),
@@ -109,6 +119,35 @@ def test_whatever_is_exchanged_stops_the_next_step(new_trainer, cases, traversal
             trainer.train_step(cases["mlp"].batch_at(5))
     finally:
         torch.set_num_threads(threads)
+
+
+class _ClearsItself(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_rate_of_an_update_in_python_is_guarded_where_the_loss_reads_it(cases, reads):
+    torch.manual_seed(0)
+    model, held = cases["mlp"].make(), {}
+    held["optimizer"] = _ClearsItself(model.parameters(), lr=0.01)
+
+    def penalized(model, batch):
+        return cases["mlp"].loss_fn(model, batch) * (1 + held["optimizer"].param_groups[0]["lr"])
+
+    trainer = Trainer(TrainStep(model, penalized if reads else cases["mlp"].loss_fn, held["optimizer"]), "replay", audit_every=0)
+    for number in range(5):
+        trainer.train_step(cases["mlp"].batch_at(number))
+    held["optimizer"].param_groups[0]["lr"] = 0.5
+    if reads:
+        with pytest.raises(GuardDriftError, match=r"optimizer group 0: lr was 0\.01 and is now 0\.5"):
+            trainer.train_step(cases["mlp"].batch_at(5))
+    else:
+        trainer.train_step(cases["mlp"].batch_at(5))
+        assert trainer.last_action == "replay"
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
