@@ -6,11 +6,13 @@ out by contract tags (see TAGS in `template.py`); a check that fails today is li
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from compressor.errors import CompressorError, UserInputError
 from compressor.lifecycle import Modifier, Session
@@ -23,7 +25,7 @@ from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, run_limited
 from harness.lifecycle.process_state import process_kept
 from harness.lifecycle.report import USABLE, VerifyReport
-from harness.lifecycle.subject import Batch, Subject
+from harness.lifecycle.subject import Batch, Subject, call
 from harness.lifecycle.template import UnusableError, make_template, read_tags
 from harness.profiles import PROFILES, active_profile
 from harness.reporting.record import CheckRecord, Claim
@@ -68,7 +70,7 @@ def verify(
         The report; a bad modifier never raises. Whatever its code raises is a finding, SystemExit too.
 
     Raises:
-        UserInputError: a check, tag or profile that does not exist, or a model without inputs.
+        UserInputError: a check, tag or profile that does not exist, or a model without inputs that it runs.
 
     Example:
         >>> from compressor import QuantizationModifier
@@ -81,8 +83,8 @@ def verify(
     chosen_checks(reasons)
     if profile is not None and profile not in PROFILES:
         raise UserInputError(f"verify: profile={profile!r} does not exist; {suggest(profile, PROFILES)}")
-    if model is not None and inputs is None:
-        raise UserInputError("verify: a model was given without inputs; give inputs=[...], one batch or more")
+    if model is not None:
+        _require_batches(model, inputs)
     spent = PROFILES[profile] if profile else active_profile()
     stopwatch = Stopwatch()
     try:
@@ -106,6 +108,23 @@ def verify(
         records = _run_all(chosen, subject, time_limit)
     usable = _USABLE.record(Outcome.PASS, f"{type(template).__qualname__} of {type(template).__module__}")
     return VerifyReport(label_of(template), spent.name, (usable, *(_expect(record, reasons) for record in records)))
+
+
+def _require_batches(model: nn.Module, inputs: object) -> None:
+    """Refuse what the model cannot run before it is taken for a fault of the modifier."""
+    if inputs is None:
+        raise UserInputError("verify: a model was given without inputs; give inputs=[...], one batch or more")
+    if not isinstance(inputs, Sequence) or not inputs or not all(isinstance(batch, Tensor | tuple | dict) for batch in inputs):
+        kind = f"{type(inputs).__name__}{' of ' + type(inputs[0]).__name__ if isinstance(inputs, Sequence) and inputs else ''}"
+        raise UserInputError(f"verify: inputs is a {kind}, no list of tensors, tuples or dicts; give inputs=[...], one batch or more")
+    for number, batch in enumerate(inputs):
+        with process_kept(model.modules()), torch.no_grad():
+            try:
+                call(copy.deepcopy(model), copy.deepcopy(batch))
+            except Exception as error:  # a model raises what it likes
+                raise UserInputError(
+                    f"verify: the model does not run inputs[{number}] ({describe(error)}); give batches that it takes"
+                ) from error
 
 
 def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject, time_limit: float) -> list[CheckRecord]:

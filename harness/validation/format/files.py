@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from harness.validation.subject import Subject
 CONFIG = Claim("files.config", "config.json describes the base's model; only quantization_config is new")
 GENERATION_CONFIG = Claim("files.generation_config", "generation_config.json equals the base's")
 TOKENIZER = Claim("files.tokenizer", "The tokenizer files equal the base's, apart from what says where they were loaded from")
+OTHERS = Claim("files.others", "No Python and no settings of another format lie beside the model but the base's own")
 SHARDS = Claim("files.shards", "The safetensors files are well formed and the index tells the truth")
 TENSORS = Claim("files.tensors", "Every base tensor is there, unchanged or as the parts of its quantized form, and no other")
 _LARGEST_STEP = 0.5  # of a norm that was trained, in units of its mean size: beyond, it is another norm
@@ -39,12 +40,15 @@ TOKENIZER_FILES = (
     "merges.txt",
     "*.tiktoken",
     "*.model",
+    "tokenizer.model.v*",  # these and the next, of Mistral's own tokenizer, which vLLM takes first
+    "tekken.json",
     "chat_template*",
     "additional_chat_templates/*",
     "*processor_config.json",
 )
 """What belongs to a tokenizer or processor, as patterns below the model folder."""
 
+_OTHER_FILES = ("**/*.py", "params.json")  # transformers runs custom_generate/generate.py; vLLM reads the settings of Mistral's own format
 _VOLATILE_KEYS = {"transformers_version", "_name_or_path", "_from_model_config"}
 _OF_LOADING = {"is_local", "local_files_only", "name_or_path"}  # transformers adds them when it saves a tokenizer that it has loaded
 
@@ -60,8 +64,9 @@ def check_files(subject: Subject) -> list[CheckRecord]:
     base_dir, folder = subject.base.folder, subject.compressed.folder
     return [
         check_config(subject),
-        check_generation_config(base_dir, folder),
+        check_generation_config(subject),
         check_tokenizer(base_dir, folder),
+        check_others(base_dir, folder),
         check_shards(subject.compressed),
         check_tensors(subject),
     ]
@@ -162,25 +167,27 @@ def _shown(config: Mapping[str, Any], key: str) -> str:
     return json.dumps(config[key], sort_keys=True) if key in config else "(absent)"
 
 
-def check_generation_config(base_dir: Path, folder: Path) -> CheckRecord:
-    """Compare generation_config.json; the version of transformers that wrote it may differ.
+def check_generation_config(subject: Subject) -> CheckRecord:
+    """Compare generation_config.json; the version of transformers that wrote it may differ, and it may spell out the base's config.json.
 
     Args:
-        base_dir: folder of the base.
-        folder: the compressed checkpoint.
+        subject: both folders.
     Returns:
         The record.
     """
     name = "generation_config.json"
-    base, other = base_dir / name, folder / name
-    if not base.is_file():
+    base, other = subject.base.folder / name, subject.compressed.folder / name
+    if not base.is_file() and not other.is_file():
         return GENERATION_CONFIG.skipped("the base has none")
     if not other.is_file():
         return GENERATION_CONFIG.record(Outcome.FAIL, f"{name} is missing")
-    if base.read_bytes() == other.read_bytes():
+    if base.is_file() and base.read_bytes() == other.read_bytes():
         return GENERATION_CONFIG.record(Outcome.PASS, "equal byte for byte")
     try:
-        differing = _differing_keys(from_json(base.read_text("utf-8")), from_json(other.read_text("utf-8")))
+        found = from_json(other.read_text("utf-8"))
+        known = {place[-1]: value for place, value in _leaves(subject.base_config).items()}
+        expected = from_json(base.read_text("utf-8")) if base.is_file() else {key: known[key] for key in found.keys() & known.keys()}
+        differing = _differing_keys(expected, found)
     except (ValueError, AttributeError) as error:
         return GENERATION_CONFIG.record(Outcome.FAIL, f"{name} is not a JSON object: {error}")
     return GENERATION_CONFIG.found(differing, "equal, apart from who wrote it", noun="differing key")
@@ -195,7 +202,7 @@ def check_tokenizer(base_dir: Path, folder: Path) -> CheckRecord:
     Returns:
         The record.
     """
-    expected, found = _tokenizer_files(base_dir), _tokenizer_files(folder)
+    expected, found = _files(base_dir, TOKENIZER_FILES), _files(folder, TOKENIZER_FILES)
     if not expected and not found:
         return TOKENIZER.skipped("neither folder holds a tokenizer")
     findings = [f"{name}: is missing" for name in sorted(expected.keys() - found.keys())]
@@ -204,8 +211,22 @@ def check_tokenizer(base_dir: Path, folder: Path) -> CheckRecord:
     return TOKENIZER.found(findings, f"{len(expected)} files equal the base's", evidence={"files": sorted(expected)}, noun="file")
 
 
-def _tokenizer_files(folder: Path) -> dict[str, Path]:
-    paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
+def check_others(base_dir: Path, folder: Path) -> CheckRecord:
+    """Look for Python, and for files that make a loader read the folder another way; the base's may be left away.
+
+    Args:
+        base_dir: folder of the base.
+        folder: the compressed checkpoint.
+    Returns:
+        The record.
+    """
+    base, found = _files(base_dir, _OTHER_FILES), _files(folder, _OTHER_FILES)
+    texts = [_difference(name, base[name], path) if name in base else f"{name}: the base has no such file" for name, path in found.items()]
+    return OTHERS.found([text for text in texts if text], f"{len(found)} files, all the base's" if found else "there are none", noun="file")
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> dict[str, Path]:
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return {path.relative_to(folder).as_posix(): path for path in sorted(paths)}
 
 

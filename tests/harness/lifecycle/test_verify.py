@@ -505,6 +505,11 @@ def test_expected_failures_are_strict() -> None:
         ({"profile": "ci"}, "pr"),
         ({"tags": ["inplace"]}, "did you mean 'in_place'"),
         ({"model": TinyModel(8)}, "give inputs"),
+        ({"model": TinyModel(8), "inputs": []}, "inputs is a list, no list of tensors"),
+        ({"model": TinyModel(8), "inputs": {"x": tiny_batches(1)[0]}}, "inputs is a dict, no list of tensors"),
+        ({"model": TinyModel(8), "inputs": tiny_batches(1)[0]}, "inputs is a Tensor, no list of tensors"),
+        ({"model": TinyModel(8), "inputs": ["x"]}, "inputs is a list of str, no list of tensors"),
+        ({"model": TinyModel(8), "inputs": [*tiny_batches(1), {"absent": 1}]}, "does not run inputs[1] (TypeError: "),
     ],
 )
 def test_wrong_options_are_errors(options: dict[str, Any], says: str) -> None:

@@ -41,6 +41,11 @@ def spoil_generation(checkpoint):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"temperature": 0.5}))
 
 
+def add_code(checkpoint):
+    (checkpoint.folder / "custom_generate").mkdir()
+    (checkpoint.folder / "custom_generate" / "generate.py").write_text("def generate(**inputs): ...\n")
+
+
 def truncate(checkpoint):
     path = checkpoint.folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -68,6 +73,9 @@ PLANTED = [
     ("files.tokenizer", spoil_tokenizer_byte, "first difference at byte 17"),
     ("files.tokenizer", lambda c: (c.folder / "tokenizer_config.json").unlink(), "tokenizer_config.json: is missing"),
     ("files.tokenizer", lambda c: (c.folder / "added_tokens.json").write_text("{}"), "the base has no such file"),
+    ("files.tokenizer", lambda c: (c.folder / "tekken.json").write_text("{}"), "tekken.json: the base has no such file"),
+    ("files.others", add_code, "custom_generate/generate.py: the base has no such file"),
+    ("files.others", lambda c: (c.folder / "params.json").write_text("{}"), "params.json: the base has no such file"),
     ("files.shards", truncate, "model.safetensors"),
     ("files.shards", lambda c: (c.folder / "model.safetensors.tmp").write_bytes(b""), "is no part of a finished checkpoint"),
     ("files.tensors", lambda c: c.edit(lambda t: t.pop(SCALE)), f"{SCALE}: is missing"),
@@ -158,6 +166,11 @@ def test_files_that_the_base_does_not_have_are_skipped(workspace, compressed, tm
     records = {record.name: record for record in check_files(read_subject(base, checkpoint.folder))}
     assert records["files.tokenizer"].outcome == "skip"
     assert records["files.generation_config"].outcome == "skip"
+    said = json.loads((base / "config.json").read_text())
+    for added, outcome in (({"eos_token_id": said["eos_token_id"]}, "pass"), ({"temperature": 0.5}, "fail")):
+        (checkpoint.folder / "generation_config.json").write_text(json.dumps({"_from_model_config": True, **added}))
+        records = {record.name: record for record in check_files(read_subject(base, checkpoint.folder))}
+        assert records["files.generation_config"].outcome == outcome, records["files.generation_config"].findings
 
 
 def test_a_tied_copy_may_be_left_away_but_nothing_else(workspace, compressed, tmp_path):
