@@ -247,7 +247,7 @@ def claims(subject: Subject) -> str:
         Violation: something has changed that the modifier has not named.
     """
     run = subject.open()
-    before, unsaved = contents(run.model), _unsaved(run.model)
+    before, unsaved, held = contents(run.model), _unsaved(run.model), dict(run.model.named_parameters(remove_duplicate=False))
     subject.live(subject.check(run), run)
     claimed = run.state.claims.keys() | run.state.touched
     advice = "call state.claim(names, self.label) for modules that are this modifier's alone, or state.touch(names)"
@@ -255,6 +255,11 @@ def claims(subject: Subject) -> str:
         check_unclaimed(run.model, before, claimed)
     except CheckpointError as error:
         raise Violation("left behind", f"the result could not be saved: {error}; {advice}") from error
+    others = dict(run.model.named_parameters(remove_duplicate=False))
+    free = {id(tensor) for name, tensor in held.items() if any(name.startswith(f"{one}.") for one in claimed)}  # under any of its names
+    if exchanged := [name for name, tensor in held.items() if others.get(name) is not tensor and id(tensor) not in free]:
+        text = f"{exchanged[0]}: another parameter stands here, or none, while ties and an optimizer keep the old one"
+        raise Violation("left behind", f"{text}; write into it with copy_, or {advice}")
     now = _unsaved(run.model)
     changed = [name for name in unsaved if now.get(name, unsaved[name]) != unsaved[name] and name.rpartition(".")[0] not in claimed]
     if changed and (changed := sorted(set(changed) - _changed_by_forwards(subject))):

@@ -343,6 +343,7 @@ def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str]
     held, prefix = module.__dict__, f"{name}." if name else ""
     yield ("module", name), Same(module)
     yield ("attribute", f"{prefix}__class__"), Same(type(module))
+    yield ("attribute", f"{prefix}order of modules"), _Order(module._modules)
     yield ("training", name), module.training
     for kind in HOOKS:
         hooks = held.get(kind)
@@ -362,6 +363,15 @@ def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str]
             for kind in _TENSOR_HOOKS:
                 if hooks := getattr(tensor, kind, None):
                     yield ("hooks", f"{where}.{kind}"), [Same(hook) for hook in hooks.values()]
+
+
+class _Order(tuple[str, ...]):
+    """The names in a table; what comes or goes does not change the order of the others."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Order) and [one for one in self if one in other] == [one for one in other if one in self]
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def surroundings() -> Iterator[tuple[tuple[str, str], object]]:

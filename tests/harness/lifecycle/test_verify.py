@@ -282,6 +282,20 @@ class MakesHooksUnasked(Willing):
     _own: Any = None
 
 
+class ExchangesAnEqualParameter(Willing):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        norm = state.model.get_submodule("norm")
+        norm.weight = nn.Parameter(norm.weight.detach().clone())
+
+
+class TurnsLayersAround(Willing):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        layers = state.model.get_submodule("layers")._modules
+        content = dict(reversed(layers.items()))
+        layers.clear()
+        layers.update(content)
+
+
 class WakesHooks(CalibratingWorker):
     def disable_hooks(self) -> Any:
         return nullcontext()
@@ -300,6 +314,8 @@ WRONG = {
     LeavesATorchHook: "completes",
     LeavesHooksAfterCalibration: "nothing_left",
     LeavesAHookAfterAnError: "nothing_left",
+    ExchangesAnEqualParameter: "claims",
+    TurnsLayersAround: "surroundings",
     PatchesForward: "surroundings",
     PatchesAClass: "surroundings",
     SwitchesTheCacheOff: "surroundings",
