@@ -26,7 +26,7 @@ HookKind = Literal["forward", "forward_pre", "full_backward", "full_backward_pre
 HOOK_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "forward": ("with_kwargs", "always_call"),
-        "forward_pre": ("with_kwargs",),
+        "forward_pre": ("with_kwargs", "prepend"),
         "full_backward": (),
         "full_backward_pre": (),
     }
@@ -105,6 +105,7 @@ class HooksMixin(BaseModel):
         kind: HookKind,
         with_kwargs: bool = False,
         always_call: bool = False,
+        prepend: bool = False,
     ) -> RemovableHandle:
         """Put a hook on a module; it belongs to this object and sleeps inside `disable_hooks`. Changes the module.
 
@@ -114,6 +115,7 @@ class HooksMixin(BaseModel):
             kind: which of torch's hooks; see HOOK_OPTIONS.
             with_kwargs: as in torch: the hook also gets the keyword arguments.
             always_call: as in torch: the hook runs after an exception in forward, too.
+            prepend: as in torch: the hook runs before those that are there, and sees what the module is called with.
 
         Returns:
             torch's handle, for `remove_hooks`.
@@ -121,7 +123,7 @@ class HooksMixin(BaseModel):
         Raises:
             LifecycleError: an unknown kind, or an option that this kind of hook does not have.
         """
-        given = {"with_kwargs": with_kwargs, "always_call": always_call}
+        given = {"with_kwargs": with_kwargs, "always_call": always_call, "prepend": prepend}
         if kind not in HOOK_OPTIONS:
             raise LifecycleError(f"register_hook: kind={kind!r} is no kind of hook; give one of {', '.join(HOOK_OPTIONS)}")
         for option, value in given.items():

@@ -53,7 +53,7 @@ def double(module: nn.Module) -> nn.Module:
     Returns:
         A copy in float64.
     """
-    return copy_alone(module).double()
+    return copy_alone(module, with_hooks=False).double()
 
 
 def outputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

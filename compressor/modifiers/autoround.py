@@ -22,6 +22,7 @@ from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import Detail
 from compressor.model.evaluation import check_trainable
+from compressor.model.folder import some
 from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.schemes.input_statistics import input_of
 from compressor.modifiers.schemes.targets import scheme_label
@@ -29,13 +30,14 @@ from compressor.modifiers.tuning.blocks import BlockCalls, BlockLoss, weights_tr
 from compressor.modifiers.tuning.budget import frozen
 from compressor.modifiers.tuning.gradients import Unreached, saved_values_checked, told_unreached
 from compressor.nn import weight_of
+from compressor.nn.experts import UnfusedExperts
 from compressor.nn.straight_through import through_rounding
 from compressor.numerics import QParams, QuantizationArgs, QuantizationScheme, dynamic_qparams
 from compressor.tracing import partition
 
 _JUDGES = 16  # sequences on which the best step is found, at most
 _MEASUREMENTS = 10
-_GRADIENT = "gradient"  # in the details of a module's record
+_GRADIENT, _TARGET, _TOKENS = "gradient", "target", "tokens"  # in the details of a module's record
 _PLACED = (QParams, ModuleRecord)
 _STREAMS: Mapping[str | None, BaseStream] = MappingProxyType({"base": "required", None: "wanted", "propagated": "unused"})
 
@@ -112,6 +114,8 @@ class AutoRoundModifier(SchemeModifier):
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Hook the blocks."""
         super().on_calibration_start(state, event)
+        if any(isinstance(module, UnfusedExperts) and module.calibrate_all for module in state.model.modules()):
+            state.report.notes.append(f"{self.label}: calibrate_all_experts does not count: experts learn from the tokens they are sent")
         if self.iters:
             check_trainable((*state.model.named_parameters(), *state.model.named_buffers()))
         for block in dict.fromkeys(self._blocks[name] for name in self._pending) if self.iters else ():
@@ -127,7 +131,8 @@ class AutoRoundModifier(SchemeModifier):
                 calls.note_output(state, output)
 
             self._block_handles[block] = [
-                self.register_hook(module, note, "forward_pre", with_kwargs=True),
+                # Before the hooks of the model's author, through which a noted call goes again.
+                self.register_hook(module, note, "forward_pre", with_kwargs=True, prepend=True),
                 self.register_hook(module, note_output, "forward"),
             ]
 
@@ -142,6 +147,11 @@ class AutoRoundModifier(SchemeModifier):
         without = [record.name for record in records if _GRADIENT in record.details]
         if without:
             state.report.notes.append(told_unreached(self.label, without, len(records)))
+        if propagated := [record.name for record in records if _TARGET in record.details]:
+            state.report.notes.append(
+                f"{self.label}: calls of the blocks of {some(propagated)} in the uncompressed model and in the compressed one do not "
+                "correspond; the target was what the block gives uncompressed on the inputs of the compressed model"
+            )
         return super().on_finalize(state)
 
     def skip_stage(self, state: State, stage: FinishedStage) -> None:
@@ -167,6 +177,8 @@ class AutoRoundModifier(SchemeModifier):
                     self.fall_back(state, name, "no_tokens", "no calibration token reached it")
             placed = state.ranks.first(partial(self._learn, state, block, members, calls), _PLACED)
             for name, one in placed.items():
+                if _TOKENS in one[-1].details:
+                    self.fall_back(state, name, "no_tokens", "no calibration token reached it")
                 self.place(state, name, *one)
 
     def forwards_of_training(self, num_samples: int) -> float:
@@ -196,17 +208,20 @@ class AutoRoundModifier(SchemeModifier):
             for name, one in floats.items()
         }
         before, after, best, unreached = 0.0, 0.0, 0, Unreached(names if calls.calls else ())
+        untold, details, why = list[str](), dict[str, Detail](), dict[str, dict[str, Detail]]()
+        if self.target is None and not calls.correspond:
+            calls.targets, details = [], {_TARGET: "propagated"}
         if calls.calls:
             with without_modifier_hooks(module), frozen(module), ExitStack() as held:
                 loss = BlockLoss(module, calls, state.device, block)
                 for name, one in floats.items():
                     held.enter_context(_inputs_rounded(one, self._schemes[name]))
                 before, after, best = self._descend(loss, floats, roundings, unreached, state.seed + zlib.crc32(block.encode()))
-        details: dict[str, Detail] = {"block_loss_before": before, "block_loss": after, "best_step": best}
-        without: dict[str, Detail] = {_GRADIENT: "none"}
-        return {
-            name: self._rounded(name, rounding, details | without if name in unreached else details) for name, rounding in roundings.items()
-        }
+                untold = loss.uncalled({name: one for name, one in floats.items() if name in unreached})
+        details |= {"block_loss_before": before, "block_loss": after, "best_step": best}
+        for name in [name for name in names if name in unreached]:
+            why[name] = {_TOKENS: 0} if name in untold else {_GRADIENT: "none"}
+        return {name: self._rounded(name, rounding, details | why.get(name, {})) for name, rounding in roundings.items()}
 
     def _descend(
         self, loss: BlockLoss, floats: dict[str, nn.Module], roundings: dict[str, LearnedRounding], unreached: Unreached, seed: int

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec
 from compressor.distributed.ranks import Ranks
 from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
+from compressor.modifiers.schemes.input_statistics import input_of
 from compressor.modifiers.tuning.gradients import send_back
 from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
 from compressor.nn.quantized_linear import is_conv1d
@@ -49,6 +51,11 @@ class BlockCalls:
 
     calls: list[BlockCall] = field(default_factory=list)
     targets: list[tuple[int, Tensor]] = field(default_factory=list)
+
+    @property
+    def correspond(self) -> bool:
+        """False where the block was not called as often on both streams."""
+        return not self.targets or len(self.targets) == len(self.calls)
 
     def note_call(self, state: State, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep a call on the stream of the compressed model."""
@@ -107,7 +114,7 @@ class BlockLoss:
         """
         self._block, self._device, self.name = block, device, name
         targets = [given for _, given in calls.targets]
-        if targets and len(targets) != len(calls.calls):
+        if not calls.correspond:
             raise CalibrationError(
                 f"{name}: {len(targets)} calls in the uncompressed model and {len(calls.calls)} in the compressed one do not "
                 "correspond; use target='propagated'"
@@ -168,6 +175,32 @@ class BlockLoss:
                 "learned from that; check the model in its own dtype on this data"
             )
         return total
+
+    @torch.no_grad()
+    def uncalled(self, modules: Mapping[str, nn.Module]) -> list[str]:
+        """Run the calls again until all modules have been handed tokens.
+
+        Args:
+            modules: inside the block, by name.
+
+        Returns:
+            Names of those that no token comes to.
+        """
+        left = dict.fromkeys(modules)
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str) -> None:
+            del module
+            if input_of(args, kwargs, name).numel():
+                left.pop(name, None)
+
+        with ExitStack() as hooks:
+            for name, module in modules.items():
+                hooks.callback(module.register_forward_pre_hook(partial(note, name=name), with_kwargs=True).remove)
+            for inputs, _, _ in joined(self._pieces):
+                if not left:
+                    break
+                self._output(self._to(inputs))
+        return list(left)
 
     def _to(self, tree: Any) -> Any:
         """A copy: a block may write to what it is given, and is called again with it."""

@@ -17,6 +17,9 @@ from compressor.tracing.graph.nested_values import Modes
 from compressor.tracing.graph.nodes import GuardFailure
 from compressor.tracing.graph.program import Program, Segment, find_module, target_of
 
+# What torch goes by when it calls the hooks of a forward.
+_HOOKS: tuple[str, ...] = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS += ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 CallModule = Callable[[fx.Node, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -131,21 +134,23 @@ def show_to_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         raise CalibrationError(f"{name}: a calibration hook writes to the input that it is shown; let it write to a copy")
 
 
-def copy_alone(module: nn.Module) -> nn.Module:
+def copy_alone(module: nn.Module, *, with_hooks: bool) -> nn.Module:
     """Copy a module that has no others inside.
 
     Args:
         module: not modified.
+        with_hooks: the copy has the hooks that the module has now; else none.
 
     Returns:
-        A module with weights of its own and without hooks.
+        A module with weights of its own.
     """
     copied = copy.copy(module)
     copied._parameters = {
         name: one if one is None else nn.Parameter(one.detach().clone(), False) for name, one in module._parameters.items()
     }
     copied._buffers = {name: one if one is None else one.clone() for name, one in module._buffers.items()}
-    copied._forward_pre_hooks, copied._forward_hooks = OrderedDict(), OrderedDict()
+    for table in _HOOKS:
+        setattr(copied, table, copy.copy(getattr(module, table)) if with_hooks else OrderedDict())
     return copied
 
 

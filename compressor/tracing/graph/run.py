@@ -299,7 +299,7 @@ class GraphRun:
         names = {target_of(node) for segment in segments for node in segment.graph.nodes if node.op == "call_module"}
         modules = {name: find_module(self.model, name) for name in names}
         alone = {name: one for name, one in modules.items() if next(one.children(), None) is None and "forward" not in vars(one)}
-        self._before = {name: copy_alone(one) for name, one in alone.items()}
+        self._before = {name: copy_alone(one, with_hooks=True) for name, one in alone.items()}
 
     def _call_as_before(self) -> CallModule:
         """Hooks are asleep, and modules of the stage behind which twins are late are those that they were."""

@@ -237,7 +237,13 @@ def recorded_class(cls: type[Modifier]) -> type[Modifier]:
     """
 
     def register_hook(
-        self: Any, module: Any, fn: Callable[..., Any], kind: str, with_kwargs: bool = False, always_call: bool = False
+        self: Any,
+        module: Any,
+        fn: Callable[..., Any],
+        kind: str,
+        with_kwargs: bool = False,
+        always_call: bool = False,
+        prepend: bool = False,
     ) -> Any:
         recorder: Recorder = self._recorder
         name = recorder.name_hook(self._number, f"{kind}{'+always' * always_call} {getattr(module, 'token', type(module).__name__)}")
@@ -246,7 +252,7 @@ def recorded_class(cls: type[Modifier]) -> type[Modifier]:
             recorder.fired.append(name)
             return fn(*args, **kwargs)
 
-        handle = super(recorded, self).register_hook(module, noted, kind, with_kwargs=with_kwargs, always_call=always_call)
+        handle = super(recorded, self).register_hook(module, noted, kind, with_kwargs=with_kwargs, always_call=always_call, prepend=prepend)
         recorder.note_handle(self._number, handle, name)
         return handle
 

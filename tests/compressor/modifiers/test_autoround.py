@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -222,6 +223,61 @@ def test_a_checkpoint_is_read_back(name: str, tmp_path: Path) -> None:
     loaded = load_compressed(tmp_path / "out")
     with torch.no_grad():
         assert torch.equal(loaded(TOKENS[:2]).logits, result.model(TOKENS[:2]).logits)
+
+
+class Twice(nn.Module):
+    """Calls a layer twice, another once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.first(torch.relu(self.first(x)))))
+        return out
+
+
+ROWS = [{"x": row} for row in torch.randn(24, 6, 32, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.2, 3, 32)]
+
+
+def test_where_streams_do_not_correspond_the_target_is_the_other_one_unless_it_was_asked_for() -> None:
+    def run(target: str | None) -> Any:
+        return oneshot(Twice().eval(), recipe=recipe(ignore=[], iters=4, target=target), dataset=DataLoader(ROWS, batch_size=4))
+
+    left_to_us = run(None)
+    assert digest(left_to_us.model.first) == digest(run("propagated").model.first)
+    assert details(left_to_us, "first")["target"] == "propagated" and "target" not in details(left_to_us, "head")
+    assert any("calls of the blocks of first" in note for note in left_to_us.report.notes), left_to_us.report.notes
+    with pytest.raises(CalibrationError, match="first: 6 calls in the uncompressed model and 12 in the compressed one do not correspond"):
+        run("base")
+
+
+def test_a_call_goes_once_through_the_hooks_of_the_models_author() -> None:
+    """Which swap the halves of the input: what a block gives is of one size with them and without, unless they swap twice."""
+
+    def before(swaps: bool) -> tuple[float, float]:
+        model = nn.Sequential(nn.Linear(32, 32)).eval()
+        torch.nn.init.normal_(model[0].weight, generator=torch.Generator().manual_seed(0))
+        if swaps:
+            with torch.no_grad():
+                model[0].weight.copy_(model[0].weight.roll(16, 1))
+            model[0].register_forward_pre_hook(lambda module, args: (args[0].roll(16, -1),))
+        data = DataLoader([{"input": row["x"]} for row in ROWS], batch_size=4)
+        found = details(oneshot(model, recipe=recipe(FORMATS["channels"], ignore=[], iters=4), dataset=data), "0")
+        return found["block_loss_before"], found["block_loss"]
+
+    assert before(True) == pytest.approx(before(False), rel=1e-3)
+
+
+def test_an_expert_without_tokens_is_a_fallback() -> None:
+    model, tokens = tiny.qwen3_moe(vocab_size=96), torch.full((3, 4), 7)
+    settings = {"ignore": ["lm_head", "re:.*mlp.gate$"], "iters": 2}
+    with pytest.raises(CalibrationError, match=r"experts\.\d+\.\w+: no calibration token reached it; the recipe allows fallback_budget=0"):
+        oneshot(model, recipe=recipe(**settings), dataset=tokens)
+    result = oneshot(tiny.qwen3_moe(vocab_size=96), recipe=recipe(fallback_budget=99, **settings), dataset=tokens)
+    assert result.report.fallbacks and all(one.kind == "no_tokens" and "experts" in one.module for one in result.report.fallbacks)
+    assert not any("no gradient came to" in note for note in result.report.notes)
 
 
 def test_what_cannot_be_learned_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 import compressor.modifiers.gptq
-from compressor import GPTQModifier, QuantizationModifier, oneshot
+from compressor import GPTQModifier, QuantizationModifier, QuIPModifier, oneshot
 from compressor.errors import CompressorError, TracingError
 from compressor.lifecycle import Event, Modifier, State
 from compressor.modifiers.schemes.hessians import BaseInputs
@@ -82,18 +83,46 @@ def test_the_shift_is_what_the_inputs_in_the_uncompressed_model_say(alpha: float
     """Measured again afterwards: every module was compressed on the inputs that the finished model gives it."""
     dataset: Any = [{"input_ids": row[: 8 + 2 * (place % 5)].tolist()} for place, row in enumerate(IDS)] if padded else IDS
     rows = [torch.tensor(row["input_ids"])[None] for row in dataset] if padded else IDS.split(1)
-    base = llama()
+    hold_shifts(llama(), alpha, dataset, [{"input_ids": row} for row in rows], shifts)
+
+
+def hold_shifts(base: nn.Module, alpha: float, dataset: Any, batches: Sequence[dict[str, Tensor]], shifts: Shifts) -> None:
     model = oneshot(copy.deepcopy(base), recipe=gptq(alpha=alpha), dataset=dataset, batch_size=4).model
-    batches = [{"input_ids": row} for row in rows]
     before, after = inputs_of(base, [*shifts], batches), inputs_of(model, [*shifts], batches)
-    assert len(shifts) == 8
+    assert len(shifts) >= 8
     for name, (hessian, shift) in shifts.items():
         x, x_base = after[name], before[name]
         torch.testing.assert_close(hessian, 2 * x.t() @ x / len(x), rtol=1e-3, atol=1e-4)
         assert shift is not None
-        assert bool(shift.any()) is (name != "model.layers.0.self_attn.q_proj")  # nothing is compressed before that
+        assert bool(shift.any()) is not bool(
+            re.fullmatch(r"model.layers.0.self_attn.[qkv]_proj", name)
+        )  # nothing is compressed before that
         expected = alpha * 2 * (x_base - x).t() @ x / len(x)
         torch.testing.assert_close(shift, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))
+
+
+def scaled(module: nn.Module, args: tuple[Tensor, ...], output: Tensor | None = None) -> Any:
+    x = args[0] if output is None else output
+    factors = torch.linspace(0.1, 4, x.shape[-1])
+    return (x * factors,) if output is None else x * factors
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward"])
+@pytest.mark.parametrize("place", ["self_attn.v_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm", "mlp"])
+def test_hooks_of_the_models_author_run_in_the_uncompressed_model_too(place: str, kind: str, shifts: Shifts) -> None:
+    base = llama()
+    getattr(base.get_submodule(f"model.layers.0.{place}"), f"register_{kind}_hook")(scaled)
+    hold_shifts(base, 1.0, IDS, [{"input_ids": row} for row in IDS.split(1)], shifts)
+
+
+def test_inputs_that_are_turned_in_every_forward_are_turned_in_the_uncompressed_model_too() -> None:
+    errors = {}
+    for target in ("propagated", "base"):
+        base = llama()
+        model = oneshot(copy.deepcopy(base), recipe=[QuIPModifier(), gptq(target=target, alpha=1.0)], dataset=IDS, batch_size=4).model
+        with torch.no_grad():
+            errors[target] = float((model(IDS).logits - base(IDS).logits).square().mean())
+    assert errors["base"] < errors["propagated"]
 
 
 def test_outputs_come_closer_to_those_of_the_uncompressed_model() -> None:
