@@ -226,15 +226,15 @@ def test_a_checkpoint_is_read_back(name: str, tmp_path: Path) -> None:
 
 
 class Twice(nn.Module):
-    """Calls a layer twice, another once."""
+    """Calls a layer before and after another."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
+        self.first, self.middle, self.head = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(torch.tanh(self.first(torch.relu(self.first(x)))))
+        out: Tensor = self.head(torch.tanh(self.first(self.middle(torch.relu(self.first(x))))))
         return out
 
 
