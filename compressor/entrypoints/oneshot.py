@@ -35,6 +35,7 @@ from compressor.distributed.ranks import Ranks, joined
 from compressor.errors import DatasetError, ModelError, RecipeError, UserInputError
 from compressor.lifecycle import Report, Session, State
 from compressor.model.checkpoints.audit import Content, check_unclaimed, check_values, contents
+from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.checkpoints.save import save_checkpoint, saved_state
 from compressor.model.class_readers import buffer_notes, check_readable, dtype_notes, module_notes, reading_notes
 from compressor.model.disk_room import check_room
@@ -373,6 +374,7 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
     elif calibrate_all:
         experts.calibrate_all()
     state.report.notes += [*experts.describe(), *check_values(state.model, state.claims.keys() | state.touched), *buffer_notes(state.model)]
+    state.report.notes += rotation_notes(state.model)  # of runs before; what this one turns its modifiers tell
     to_disk = place.output_dir is not None
     parts = [part for part in session.modifiers if isinstance(part, SchemeModifier)]
     schemes = {name: scheme for part in parts for name, scheme in part.schemes.items()}

@@ -10,7 +10,7 @@ Shapes: N tokens, K experts per token, C columns (in_features).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -190,7 +190,7 @@ class UnfusedExperts(nn.Module):
             layout: of its weights.
         """
         super().__init__()
-        self.__dict__.update({key: value for key, value in vars(fused).items() if key not in _MODULE_STATE})
+        _take_over(self, fused, but=layout.fused_names())
         self.layout = layout
         self.fused_class = type(fused)
         self.calibrate_all = False
@@ -211,7 +211,7 @@ class UnfusedExperts(nn.Module):
         """
         new = UnfusedExperts.__new__(UnfusedExperts)
         nn.Module.__init__(new)
-        new.__dict__.update({key: value for key, value in vars(self).items() if key not in _MODULE_STATE})
+        _take_over(new, self, but=())
         own = list(self.experts())
         for place, index in enumerate(chosen):
             new.add_module(str(place), Expert(dict(own[index].named_children()), new))
@@ -406,6 +406,14 @@ def _stacked(layers: list[list[nn.Module]], key: str, layout: ExpertLayout) -> T
     if key == "bias" and not layout.has_bias:
         return None
     return torch.stack([joined_rows([layer.get_parameter(key) for layer in row], layout) for row in layers])
+
+
+def _take_over(new: nn.Module, old: nn.Module, but: Collection[str]) -> None:
+    """Give a module the attributes, parameters and buffers of another, as its author may have put them there."""
+    new.__dict__.update({key: value for key, value in vars(old).items() if key not in _MODULE_STATE})
+    new._parameters.update({name: one for name, one in old._parameters.items() if name not in but})
+    new._buffers.update(old._buffers)
+    new._non_persistent_buffers_set |= old._non_persistent_buffers_set
 
 
 def _projections(fused: nn.Module, layout: ExpertLayout) -> Iterator[dict[str, nn.Linear]]:

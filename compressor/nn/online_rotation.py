@@ -103,7 +103,8 @@ class OnlineRotation:
         Returns:
             [..., D] in the same dtype.
         """
-        place = x_ND.device, torch.promote_types(x_ND.dtype, torch.float32)
+        # By hand: torch.promote_types is an operator, and one that gives no tensor.
+        place = x_ND.device, x_ND.dtype if x_ND.dtype is torch.float64 else torch.float32
         if place not in self._placed:
             self._placed[place] = self.rotation.to(*place)
         return self._placed[place].turn(x_ND.to(place[1]), back=self.back).to(x_ND.dtype)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from compressor.errors import ModelError
 from compressor.model.loading.load import LOAD_ERRORS, quiet_transformers
 from compressor.model.targets import text_config
+from compressor.nn.attention.kv_cache import kv_scheme_of
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 # Of the largest logit: kernels may sum in another order; a wrong mask moves the logits of a trained model by tenths.
@@ -117,6 +118,11 @@ def _check_causal(model: nn.Module, input_ids: Tensor, own: Tensor) -> None:
     if moved <= _SEEN_AHEAD.get(own.dtype, _SEEN_AHEAD_OF_HALVES) * scale:
         return
     if moved > 2 * _moved(model, input_ids, own, half):  # else it is the model that differs from forward to forward
+        if (kv := kv_scheme_of(model)) is not None and kv.dynamic:
+            raise ModelError(
+                f"{type(model).__name__}: ranges of keys and values are those of whole sequences (a dynamic kv_cache_scheme), so what it "
+                "predicts depends on later tokens, and it would learn to copy; train first, or give it a static kv_cache_scheme"
+            )
         raise ModelError(
             f"{type(model).__name__}: what it predicts depends on later tokens, so it would learn to copy; only causal language models "
             "are trained, on the next token"

@@ -14,6 +14,7 @@ from torch import nn
 
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier, Report
+from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.checkpoints.save import save_checkpoint
 from compressor.model.class_readers import check_readable, dtype_notes, reading_notes
 from compressor.model.folder import weight_files
@@ -207,7 +208,7 @@ def check_saveable(modifiers: Sequence[Modifier], model: nn.Module, dtype: torch
     schemes = {name: scheme for part in parts for name, scheme in part.schemes.items()}
     kv = next((part.kv_format for part in parts if part.kv_format is not None), None)
     check_readable(schemes, model, kv, dtype)
-    notes = reading_notes(model, schemes, kv, queries=any(part.attention_patterns for part in parts))
+    notes = [*reading_notes(model, schemes, kv, queries=any(part.attention_patterns for part in parts)), *rotation_notes(model)]
     for note in notes:
         warnings.warn(note, UserWarning, stacklevel=4)
     return notes

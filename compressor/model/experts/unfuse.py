@@ -135,10 +135,18 @@ class UnfusedModel:
 
         Args:
             changed: dotted names of the modules that will be changed.
+
+        Raises:
+            ModelError: what will be changed is a module whose forward was exchanged, and would go on reading the fused weights.
         """
         for name in [name for name in self.fused if not any(other.startswith(f"{name}.") for other in changed)]:
             put_module(self.model, name, self.fused.pop(name), other_names(self.model))
             del self.modules[name]
+        if patched := next((name for name, module in self.fused.items() if "forward" in vars(module)), None):
+            raise ModelError(
+                f"{patched}: its forward was exchanged on the object, as hooks of accelerate do, and would not read experts that are taken "
+                "apart; take it off (accelerate.hooks.remove_hook_from_module), or ignore the experts"
+            )
 
     def restore(self) -> None:
         """Put every fused module back that is still known. Changes the model."""

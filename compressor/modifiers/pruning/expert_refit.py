@@ -105,7 +105,8 @@ def layer_seen(state: State, layer: str, seen: SeenLayer, frac: float) -> Iterat
         seen.outputs.append(_kept_rows(state, output, layer, frac, len(seen.outputs)))
 
     with ExitStack() as stack:
-        stack.callback(state.model.get_submodule(seen.block).register_forward_pre_hook(before, with_kwargs=True).remove)
+        block = state.model.get_submodule(seen.block)  # what it is handed goes through the hooks of its author again
+        stack.callback(block.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         stack.callback(state.model.get_submodule(layer).register_forward_hook(after).remove)
         yield
 

@@ -32,6 +32,7 @@ from compressor.modifiers.transforms.written_roles import check_written, notes_o
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
 from compressor.modifiers.tuning.budget import Budget, Split, tune
 from compressor.nn import weight_of
+from compressor.nn.attention.kv_cache import kv_scheme_of
 from compressor.nn.build import is_quantizable
 from compressor.tracing.footprint import Footprint
 
@@ -215,6 +216,8 @@ class SpinQuantModifier(RotatingModifier):
     def _values(self, state: State, batch: Batch) -> tuple[tuple[ScalePair, int], ...]:
         found = find_pairs(state.model, batch, state.device, progress=state.progress)
         values = find_values(state.model, batch, state.device, found.pairs, head_dim(state.model))
+        if not values and kv_scheme_of(state.model) is not None:
+            raise TargetError(f"{self.label}: R2: keys and values are quantized already; leave R2 out, or turn first")
         if not values:
             raise TargetError(f"{self.label}: R2: no linear layer gives the values of an attention alone; leave R2 out")
         return values

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import nn
 
-from compressor.errors import ModelError, OutOfMemoryError
+from compressor import QuantizationModifier, SpinQuantModifier, oneshot
+from compressor.errors import ModelError, OutOfMemoryError, TargetError
 from compressor.training import Trainer, TrainStep, adamw
 from compressor.training_run import attention
 from compressor.training_run.attention import OWN, Attention, causal_attention
@@ -123,6 +124,15 @@ def test_models_that_read_what_they_would_predict_are_refused(name: str, sizes: 
         causal_attention(kind(kind.config_class(**sizes)), ids(1))
     if name == "BertLMHeadModel":
         causal_attention(kind(kind.config_class(**sizes, is_decoder=True)), ids(1))
+
+
+def test_ranges_of_whole_sequences_are_named_as_the_cause() -> None:
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": True}
+    model = oneshot(tiny.llama(**SIZES, **HEADS), recipe=QuantizationModifier(kv_cache_scheme=scheme)).model
+    with pytest.raises(ModelError, match=r"ranges of keys and values are those of whole sequences \(a dynamic kv_cache_scheme\)"):
+        causal_attention(model, ids(1))
+    with pytest.raises(TargetError, match="R2: keys and values are quantized already"):
+        oneshot(model, recipe=SpinQuantModifier(rotations=["R2"]), dataset=torch.zeros(2, 8, dtype=torch.int64))
 
 
 def test_a_mask_is_tried_on_as_many_blocks_as_a_step_takes() -> None:

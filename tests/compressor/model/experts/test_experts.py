@@ -124,6 +124,28 @@ def test_a_layout_that_is_not_what_it_says_is_found_by_running_it(tiny_moe: MoE,
         unfuse_into(UnfusedModel(model))
 
 
+def test_a_forward_that_was_exchanged_on_the_object_would_not_read_them(tiny_moe: MoE) -> None:
+    model = tiny_moe("qwen3_moe")
+    experts: Any = model.get_submodule("model.layers.0.mlp.experts")
+    experts.forward = experts.forward
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.experts: its forward was exchanged on the object"):
+        oneshot(model, recipe=_group4(), dataset=[IDS[0].tolist()])
+    assert model.get_submodule("model.layers.0.mlp.experts") is experts
+    oneshot(model, recipe=_group4(ignore=["lm_head", "re:.*experts.*"]), dataset=[IDS[0].tolist()])
+
+
+def test_what_their_author_has_put_on_them_stays(tiny_moe: MoE) -> None:
+    model = tiny_moe("qwen3_moe")
+    fused: Any = model.get_submodule("model.layers.0.mlp.experts")
+    fused.register_buffer("counts", torch.arange(3.0))
+    fused.register_buffer("scratch", torch.ones(2), persistent=False)
+    fused.register_parameter("temperature", nn.Parameter(torch.ones(1)))
+    oneshot(model, recipe=_group4(fallback_budget=100), dataset=[IDS[0].tolist()])
+    now: Any = model.get_submodule("model.layers.0.mlp.experts")
+    assert now is not fused and now.temperature is fused.temperature and torch.equal(now.counts, torch.arange(3.0))
+    assert hasattr(now, "scratch") and not any(name.endswith("scratch") for name in model.state_dict())
+
+
 def test_experts_that_no_modifier_changes_come_back_and_so_do_all_after_an_error(tiny_moe: MoE) -> None:
     model = tiny_moe("qwen3_moe")
     own = dict(model.named_modules())

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from compressor import GPTQModifier, QuantizationModifier, QuIPModifier, SpinQuantModifier, load_compressed, oneshot
+from compressor import GPTQModifier, QuantizationModifier, QuIPModifier, SpinQuantModifier, load_compressed, oneshot, train
 from compressor.algorithms.rotations import Rotation, make_rotation, rotation_of
 from compressor.data.collate import call_model
 from compressor.errors import CompressorError, ModelError, NumericsError, RecipeError, TargetError
@@ -111,12 +111,24 @@ def test_transformers_does_not_apply_the_rotation_and_the_run_says_so(quantizers
     llama().save_pretrained(tmp_path / "base")
     result = run(tmp_path / "base", tmp_path / "out", R4, *quantizers)
     assert "transformers applies no transform_config" in result.report.notes[-1]
+    if not quantizers:
+        later = oneshot(result.model, recipe=QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"]))
+        assert any("transformers applies no transform_config" in note for note in later.report.notes), later.report.notes
     if not quantizers and Version(transformers.__version__) < Version("5.23"):
         with pytest.raises(AttributeError, match="config_groups"):
             AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         return
     there = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert difference(logits(result.model), logits(there)) > 0.05  # where this fails it has learned to: take the note away
+
+
+@pytest.mark.parametrize("modifier", [R4, QUIP], ids=["R4", "QuIP"])
+def test_a_model_that_turns_in_every_forward_is_trained_by_replay_as_without(modifier: Any) -> None:
+    losses = []
+    for mode in ("replay", "eager"):
+        model = oneshot(llama(), recipe=modifier.model_copy(deep=True), dataset=IDS).model
+        losses.append(train(model, dataset=IDS, steps=6, batch_size=2, max_seq_length=16, mode=mode).losses)
+    assert losses[0] == losses[1]
 
 
 def test_layers_share_what_is_turned_unless_it_was_written_to_in_between() -> None:
