@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from compressor.errors import ModelError, SchemeError
 from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once
@@ -236,7 +237,8 @@ def module_notes(model: nn.Module) -> list[str]:
 def _differences(name: str, module: nn.Module, built: nn.Module) -> list[str]:
     if isinstance(module, QuantizedLayer | UnfusedExperts):
         return []
-    if type(module) is not type(built):
+    own, other = type_before_parametrizations(module), type_before_parametrizations(built)  # a class is made anew for each parametrization
+    if own is not other or is_parametrized(module) is not is_parametrized(built):
         return [f"{name} is a {type(module).__name__}, not a {type(built).__name__}"]
     plain = {key: value for key, value in vars(built).items() if type(value) in (bool, int, float, str) and not key.startswith("_")}
     found = {key: vars(module).get(key, value) for key, value in plain.items() if key not in _NO_MATTER}

@@ -258,6 +258,12 @@ class CalibratedPruningModifier(PruningModifier, WithFallbacks):
         shares = layer_sparsities(found, sizes, self.sparsity, self.owl_lmbda)
         for names, share in zip(layers.values(), shares, strict=True):
             self._shares |= dict.fromkeys(names, share)
+            widths = {name: weight_rows(self._modules[name]).shape[1] for name in names}
+            if gone := next((name for name, width in widths.items() if round(share * width) == width), None):
+                raise CalibrationError(
+                    f"{self.label}: by its outliers {gone} gets {share:.1%} zeros, all {widths[gone]} weights of a row; lower owl_lmbda or "
+                    "sparsity"
+                )
         span = f"{min(shares):.1%} to {max(shares):.1%}"
         state.report.notes.append(f"{self.label}: by their outliers {len(layers)} layers get {span} zeros, {self.sparsity:.1%} together")
 

@@ -305,9 +305,10 @@ def _scale_buffers(part: str, args: QuantizationArgs, qparams: QParams | None, w
 def _empty_scales(attention: nn.Module, args: QuantizationArgs, part: str, where: str) -> QParams:
     weight = [*attention.parameters(), *attention.buffers()][0]
     shape = (1,) if args.strategy == "tensor" else (num_heads(attention, part, where), 1, 1)
-    dtype = getattr(getattr(attention, "config", None), "dtype", None) or weight.dtype
+    said = getattr(getattr(attention, "config", None), "dtype", None)  # of a model that was saved a text
+    dtype: Any = getattr(torch, said.removeprefix("torch."), None) if isinstance(said, str) else said
     zeros = None if args.symmetric else torch.empty(shape, dtype=torch.int8, device=weight.device)
-    return QParams(torch.empty(shape, dtype=dtype, device=weight.device), zeros)
+    return QParams(torch.empty(shape, dtype=dtype if isinstance(dtype, torch.dtype) else weight.dtype, device=weight.device), zeros)
 
 
 def kv_scale_bytes(attention: nn.Module, args: QuantizationArgs, name: str, *, queries: bool = False) -> int:

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from compressor import load_compressed, oneshot, plan
 from compressor.errors import SchemeError, TargetError
-from compressor.model.class_readers import reading_notes
+from compressor.model.class_readers import module_notes, reading_notes
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn.attention.kv_cache import cache_argument
 from compressor.numerics import QuantizationArgs
@@ -112,6 +112,17 @@ def test_packed_zero_points_in_one_word_are_refused_before_the_run(heads: int, g
     with pytest.raises(SchemeError, match=r"self_attn.k_proj, .*v_proj: compressed-tensors 0.20 does not unpack zero points") as error:
         oneshot(model, recipe=recipe, output_dir=folder)
     assert unwritable == str(error.value) and not folder.exists()
+
+
+def test_a_parametrized_module_that_its_class_builds_is_no_other_one() -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    convolutions = {"conv_dim": [8], "conv_stride": [2], "conv_kernel": [3]}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = transformers.Wav2Vec2Config(**sizes, **convolutions, **positions)
+    model = transformers.Wav2Vec2ForCTC(config).eval()
+    assert module_notes(model) == []
+    torch.nn.utils.parametrizations.weight_norm(model.lm_head)
+    assert any("lm_head" in note for note in module_notes(model)), module_notes(model)
 
 
 @pytest.mark.parametrize("kind", ["GPTNeoX", "Bloom"])

@@ -146,6 +146,15 @@ def test_layers_with_outliers_keep_more_and_all_together_have_the_share(kind: An
     assert "by their outliers 2 layers get 40.0% to 60.0% zeros, 50.0% together" in report.notes[0]
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_layer_that_would_lose_all_weights_is_refused(kind: Any) -> None:
+    model = tiny.llama()
+    model.model.layers[1].mlp.up_proj.weight.data[:, 3] *= 50
+    settings = {"sparsity": 0.9, "sparsity_profile": "OWL", "owl_m": 3, "owl_lmbda": 0.2, **REST}
+    with pytest.raises(CalibrationError, match=r"by its outliers model\.layers\.\d\.\S+ gets 100\.0% zeros, all \d+ weights of a row"):
+        oneshot(model, recipe=kind(**settings), dataset=IDS)
+
+
 def test_the_uncompressed_model_runs_beside_and_makes_a_difference() -> None:
     found = {}
     for target in ("base", "propagated", None):

@@ -49,6 +49,17 @@ def model_of(dtype: torch.dtype = torch.float32, **settings) -> LlamaForCausalLM
         return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"), [("bfloat16", torch.bfloat16), ("torch.float16", torch.float16), ("none such", torch.float32)]
+)
+def test_a_config_may_name_its_dtype_as_text_as_saving_leaves_it(said: str, expected: torch.dtype) -> None:
+    model = model_of()
+    model.config.dtype = said
+    for name, attention in attention_modules(model).items():
+        attach_kv_quantizer(attention, QuantizationArgs(), name=name, empty=True)
+    assert model.model.layers[0].self_attn.k_scale.dtype is expected
+
+
 def scales(args: QuantizationArgs, dtype: torch.dtype) -> dict[str, QParams]:
     """Coarse and different for keys and values, heads and layers, so that a mix-up shows."""
     shape = (1,) if args.strategy == "tensor" else (2, 1, 1)
