@@ -355,7 +355,7 @@ class Calibration(Protocol):
     vocabulary: int
 
     def run(self, rows: Sequence[Tensor], *, batch_size: int = 1, sequential: bool = True, num_layers: int = 2) -> Calibrated:
-        """Run on rows of token ids, layer after layer or all at once; rows of unequal length in one batch are padded."""
+        """Run on rows of 1 to 130 token ids, layer after layer or all at once; rows of unequal length in one batch are padded."""
 
     def run_starved(self, *, budget: int | None) -> Calibrated | None:
         """Run so that some targets see no token (experts), where so many fallbacks are allowed; None for any number.

@@ -29,7 +29,7 @@ from compressor.nn import QuantizedLayer
 from compressor.random_state import random_numbers_kept
 from harness.checks.protocols import Calibrated
 
-_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 160}
 _WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": True}
 
 

@@ -74,6 +74,20 @@ def token_ids(model: nn.Module, *, seed: int = 0, rows: int = 2, length: int = 1
     return [torch.randint(3, vocabulary.num_embeddings, (rows, length), generator=generator) for _ in range(2)]
 
 
+def every_id(model: nn.Module, *, length: int = 12) -> Tensor:
+    """Return rows that hold each id of the vocabulary; at their end, ids from the beginning.
+
+    Args:
+        model: whose vocabulary it is.
+        length: of a row.
+
+    Returns:
+        [B, length].
+    """
+    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    return (torch.arange(-(-vocabulary // length) * length) % vocabulary).reshape(-1, length)
+
+
 def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Run a model.
 

@@ -145,7 +145,7 @@ def product(subject: Layer, context: CheckContext) -> str:
 
 # Tokens, sequences, a single token, and none; and one step of several sequences, and more dimensions.
 _LEADING = ((7,), (2, 3), (1, 1), (0, 4))
-_MORE_LEADING = ((1,), (3, 1), (2, 3, 2))
+_MORE_LEADING = ((1,), (3, 1), (2, 3, 2), (3, 3), (2, 2, 3))
 
 
 def _hold_plain(case: _Case, columns: int, dtype: torch.dtype) -> float:
@@ -205,7 +205,7 @@ def _hurtful_inputs(columns: int, dtype: torch.dtype, bias: bool) -> dict[str, T
     many[1::2] *= 64  # a deviation of 1.5, as hidden states have it, beside one of 0.02: what saturates for many tokens only
     some = hurtful("outliers", (5, columns), dtype)
     some[1::2] = 0
-    found = {"130 tokens": many, "65 tokens a sequence": many.reshape(2, 65, columns), "large": large, "rows of zeros": some}
+    found = {"130 tokens": many, "5 sequences": torch.stack([many.roll(by, 0) for by in range(5)]), "large": large, "rows of zeros": some}
     found |= {"zeros only": torch.zeros(2, columns, dtype=dtype), "a constant": torch.full((3, columns), 0.3, dtype=dtype)}
     if not bias:
         for name in ("small", "tiny", "subnormal"):

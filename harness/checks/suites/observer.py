@@ -84,6 +84,7 @@ _PLACED = {
     "1,000 columns": (2, 1000),
     "37 numbers": (37,),
     "sequences": (4, 5, 16),
+    "long sequences": (5, 130, 16),
     "four dimensions": (2, 3, 4, 8),
     "five dimensions": (2, 3, 2, 3, 4),
     "six dimensions": (2, 2, 2, 3, 2, 4),

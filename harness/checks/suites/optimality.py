@@ -49,7 +49,8 @@ def hessian(subject: Solver, context: CheckContext) -> str:
     with_zeros = [one.x[:50], torch.zeros_like(one.x[:3]), torch.cat([torch.zeros_like(one.x[:2]), one.x[50:]])]  # tokens, too
     some_empty = [one.x[:0], one.x[:50], one.x[:0].reshape(0, 3, 401), one.x[:0].reshape(2, 0, 401), one.x[50:]]
     three = [one.x[:50].reshape(5, 10, -1), one.x[50:]]
-    kinds = ([one.x], list(one.x.split(7)), three, four, list(one.x), some_empty, with_zeros, [narrow])
+    long = [torch.randn(5, 130, 401, generator=torch.Generator().manual_seed(9))]
+    kinds = ([one.x], list(one.x.split(7)), three, four, list(one.x), some_empty, with_zeros, long, [narrow])
     for batches in kinds:
         H = subject.hessian(batches).to(torch.float64)
         if not torch.equal(H, H.t()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.norm_linear_models import build, in_dtype, logits, reloaded, token_ids, truly
+from harness.checks.inputs.norm_linear_models import build, every_id, in_dtype, logits, reloaded, token_ids, truly
 from harness.checks.protocols import OnlineTransform, Transform
 from harness.tolerance import T3, climb, vacuous_decoys
 
@@ -31,7 +31,7 @@ def _apply(subject: Transform, model: nn.Module, context: CheckContext) -> None:
 def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str:
     """Compare float outputs before and after at three dtypes; the error must fall with each."""
     model = build(architecture, seed=context.seed)
-    ids = token_ids(model, seed=context.seed)[0]
+    ids = torch.cat([token_ids(model, seed=context.seed)[0], every_id(model)])
 
     def both(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         own = in_dtype(model, dtype)

@@ -77,6 +77,18 @@ def test_what_is_wrong_in_bfloat16_alone_is_caught(wrong):
     assert record.outcome is (Outcome.PASS if wrong == "right" else Outcome.FAIL), record.summary
 
 
+@pytest.mark.parametrize("token", [0, 5, -1])
+def test_a_token_that_is_spoilt_is_caught(token):
+    def scale_values(model, batches):
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight.mul_(2)
+            layer.self_attn.o_proj.weight.div_(2)
+        model.get_input_embeddings().weight[token].mul_(1.5)
+
+    record = check(InPlaceTransform(scale_values, ["*.v_proj.weight"], architectures=["llama"]), checks=[31]).records[0]
+    assert record.outcome is Outcome.FAIL, record.summary
+
+
 def test_the_ladder_really_computes_in_float64():
     model = in_dtype(build("llama"), torch.float64)
     ids = token_ids(model)[0]
