@@ -379,7 +379,7 @@ class _Watch:
         shapes = [(pair.head_dim, pair.repeats)] if pair is not None else _layouts(len(factor_C), columns)
         for head_dim, repeats in shapes:
             tried = ScalePair(source, (name,), head_dim, repeats)
-            if len(factor_C) * repeats == columns and _equal(x, base * tried.spread(factor_C).to(x.dtype)):
+            if len(factor_C) * repeats == columns and _is_scaled(x, base, tried.spread(factor_C)):
                 readers = (name,) if pair is None else pair.readers if name in pair.readers else (*pair.readers, name)
                 place = caller() if pair is None else pair.place
                 self.pairs[source] = replace(tried, readers=readers, place=place)
@@ -395,12 +395,13 @@ def _layouts(channels: int, columns: int) -> list[tuple[int | None, int]]:
     return [(size, repeats) for size in range(channels, 0, -1) if channels % size == 0]
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _is_scaled(x: Tensor, base: Tensor, factor_K: Tensor) -> bool:
     """Bit for bit but for the last places of the smallest numbers, which a factor shifts, and where float16 has overflowed."""
-    if one.dtype != torch.float16:
-        return bool(((one == other) | ((one - other).abs() <= _SMALLEST)).all())
-    is_told = one.isfinite()
-    return bool(is_told.any()) and bool(((one - other).abs() <= _OF_SMALLEST_FLOAT16)[is_told].all())
+    other = base * factor_K.to(x.dtype)
+    if x.dtype != torch.float16:
+        return bool(((x == other) | ((x - other).abs() <= _SMALLEST)).all())
+    is_told = x.isfinite()  # a factor is at least 1, and so is what it makes of the last place of a small number
+    return bool(is_told.any()) and bool(((x - other).float().abs() <= _OF_SMALLEST_FLOAT16 * factor_K.float())[is_told].all())
 
 
 def _has_weight(module: nn.Module) -> bool:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from compressor import look_up
 from compressor.algorithms.rtn import round_to_nearest
-from compressor.errors import RecipeError, SchemeError
+from compressor.errors import CalibrationError, RecipeError, SchemeError
 from compressor.lifecycle import CalibrationNeed, Event, EventType, ModuleRecord, State
 from compressor.lifecycle.interface import AcrossRanks
+from compressor.model.folder import some
 from compressor.modifiers.own_forwards import MeanSquare, mean_squares
 from compressor.modifiers.schemes.base import SchemeModifier, shared_global_scales
 from compressor.modifiers.schemes.targets import scheme_label
@@ -44,6 +45,7 @@ class TrainingModifier(SchemeModifier):
     _layers: dict[str, FakeQuantizedLayer] = PrivateAttr(default_factory=dict)
     _fixed: bool = PrivateAttr(default=False)
     _trained: bool = PrivateAttr(default=False)
+    _observes: bool = PrivateAttr(default=False)  # looked at with the first batch
 
     @model_validator(mode="after")
     def _check_times(self) -> Self:
@@ -80,7 +82,7 @@ class TrainingModifier(SchemeModifier):
 
     def on_initialize(self, state: State) -> bool:
         """Resolve targets, and refuse what training cannot have."""
-        self._layers, self._fixed, self._trained = {}, False, False
+        self._layers, self._fixed, self._trained, self._observes = {}, False, False, False
         done = super().on_initialize(state)
         for name, scheme in self._schemes.items() if self.trains(state) else ():
             inputs = scheme.input_activations
@@ -110,6 +112,9 @@ class TrainingModifier(SchemeModifier):
         """Fix the scales when it is time; let global scales follow the weights, inside the step."""
         del state
         if event.type is EventType.BATCH_START:
+            if self._layers and not self._observes:
+                self._check_observed()
+                self._observes = True
             self._trained = True
             self._fix_when_due(event)
         if event.type is EventType.OPTIM_POST_STEP and self._layers and not (self._fixed or self.update):
@@ -175,6 +180,15 @@ class TrainingModifier(SchemeModifier):
             observer = self._input_observers[name] = make_observer(inputs, f"{name} input")
             if bool((extremes["min"] < extremes["max"]).all()):  # else no batch came, which is refused as in a calibration
                 observer.restore(extremes)
+
+    def _check_observed(self) -> None:
+        """Refuse, before the first step, layers whose ranges no step would find."""
+        ranges = {name: layer.input_range() for name, layer in self._layers.items() if layer.observing and not layer.training}
+        if blind := [name for name, one in ranges.items() if one is not None and not bool((one["min"] < one["max"]).all())]:
+            raise CalibrationError(
+                f"{self.label}: {some(blind)} are in evaluation mode, in which static ranges of inputs are not observed; call train() on "
+                "them (dropout and norms beside them may stay as they are), or choose dynamic inputs"
+            )
 
     def _fix_when_due(self, event: Event) -> None:
         freeze = self.disable_quantization_observer_epoch

@@ -172,14 +172,16 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
 
     @torch.no_grad()
     def _observe(self, x: Tensor, extremes: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The extremes with this input; they are kept in training, and only looked at in evaluation."""
+        """The extremes with this input, which are kept; in evaluation those that are kept, and its own where none are yet."""
         if not self.observing:
             return extremes
         low, high = torch.aminmax(x)
         seen = torch.minimum(extremes[0], low), torch.maximum(extremes[1], high)
-        if self.training:
-            for kept, now in zip(extremes, seen, strict=True):
-                kept.copy_(now)
+        if not self.training:
+            is_known = extremes[0] < extremes[1]
+            return torch.where(is_known, extremes[0], seen[0]), torch.where(is_known, extremes[1], seen[1])
+        for kept, now in zip(extremes, seen, strict=True):
+            kept.copy_(now)
         return seen
 
 

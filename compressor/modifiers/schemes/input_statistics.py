@@ -95,7 +95,7 @@ def token_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[Ten
         return _nested_sequences(x, token_mask, name)
     x = without_single_axes(x)
     if token_mask is not None and x.dim() == 2 and x.shape[0] == token_mask.numel():
-        x = x.view(*token_mask.shape, -1)
+        x = x.view(*token_mask.shape, x.shape[-1])
     if x.dim() != 3:
         return [real_tokens(x, token_mask, name)]
     if token_mask is None:

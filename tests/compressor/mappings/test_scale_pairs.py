@@ -196,6 +196,15 @@ def test_the_same_pairs_are_found_in_every_dtype(name: str, dtype: torch.dtype) 
         assert found.pairs == exact.pairs
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_small_numbers_of_float16_hide_no_pair(seed: int) -> None:
+    """Below 2^-14 its steps are coarse, and a factor makes them larger than those of what it multiplies."""
+    model = tiny.llama(intermediate_size=48).half()
+    ids = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(seed))
+    found = find_pairs(model, {"input_ids": ids}, torch.device("cpu")).by_source
+    assert {f"model.layers.{index}.self_attn.v_proj" for index in range(2)} <= found.keys()
+
+
 def test_heads_that_share_a_key_head_share_a_scale() -> None:
     with found_in("llama") as (_, _, found):
         pair = found.by_source["model.layers.0.self_attn.v_proj"]

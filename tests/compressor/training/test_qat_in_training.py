@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from compressor import oneshot
-from compressor.errors import CalibrationError, LifecycleError, RecipeError, SchemeError
+from compressor.errors import CalibrationError, CompressorError, LifecycleError, RecipeError, SchemeError
 from compressor.lifecycle import EventType, Session, State
 from compressor.model.checkpoints.load import load_compressed
 from compressor.model.checkpoints.save import save_checkpoint
@@ -322,6 +322,24 @@ def test_static_ranges_are_the_extremes_of_training_and_evaluation_does_not_move
     trainer.step.session.finalize()
     layer = trainer.step.model.first
     assert float(layer.input_scale) == pytest.approx(float(seen.max() - seen.min()) / 255, rel=1e-6)
+
+
+def test_evaluation_computes_what_the_finished_layer_will(cases, new_trainer):
+    trainer = make(cases["mlp"], new_trainer, "eager", [quantizer("int8, static int8", ["first", "last"], start=0)])
+    trainer.fit(cases["mlp"].batch_at, 4)
+    model, beyond = trainer.step.model.eval(), torch.full((4, 8), 100.0)
+    with torch.no_grad():
+        before = model(beyond)
+        trainer.step.session.finalize()
+        assert torch.equal(before, model(beyond))
+
+
+@pytest.mark.parametrize("start", [0, 3])
+def test_layers_in_evaluation_mode_would_observe_nothing(cases, new_trainer, start):
+    trainer = make(cases["mlp"], new_trainer, "eager", [quantizer("int8, static int8", ["first"], start=start)])
+    trainer.step.model.eval()
+    with pytest.raises(CompressorError, match="first are in evaluation mode, in which static ranges of inputs are not observed"):
+        trainer.fit(cases["mlp"].batch_at, 6)
 
 
 @pytest.mark.parametrize("saved_at", [5, START, 20, FREEZE, 37, 50])

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from compressor import GPTQModifier, oneshot, plan
+from compressor import AWQModifier, GPTQModifier, QuantizationModifier, WandaPruningModifier, oneshot, plan
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, ModelError
 from compressor.model.experts.unfuse import UnfusedModel, check_no_unknown_experts, unfuse_into, unfused_experts, unknown_experts
@@ -195,6 +196,24 @@ def test_all_experts_learn_from_all_tokens_and_the_flow_stays_routed(tiny_moe: M
 def test_calibrate_all_experts_without_experts_is_noted(make_model: MoE) -> None:
     report = oneshot(make_model("llama"), recipe=_group4(), dataset=[[1, 2]], calibrate_all_experts=True).report
     assert "calibrate_all_experts: no module with experts is compressed, so there is none to show all tokens" in report.notes
+
+
+@pytest.mark.parametrize("what", ["Wanda", "AWQ", "imatrix"])
+@pytest.mark.parametrize("key", ["attention_mask", "loss_mask"])
+def test_an_expert_that_a_padded_batch_does_not_reach_is_told_nothing(tiny_moe: MoE, what: str, key: str) -> None:
+    groups = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 8, "strategy": "group"}}}
+    rest: dict[str, Any] = {"ignore": ["lm_head", "re:.*gate$"]}
+    imatrix = QuantizationModifier(config_groups=groups, weight_observer="imatrix_mse", fallback_budget=99, **rest)
+    recipe = {
+        "Wanda": [WandaPruningModifier(sparsity=0.5, fallback_budget=99, **rest)],
+        "AWQ": [AWQModifier(), QuantizationModifier(config_groups=groups, **rest)],
+        "imatrix": [imatrix],
+    }[what]
+    counted = torch.arange(8) > 4 if key == "loss_mask" else torch.arange(8) < 3
+    ids = torch.randint(64, (24, 8), generator=torch.Generator().manual_seed(0))  # all experts are reached in the end
+    rows = [{"input_ids": row, key: counted.long()} for row in ids]
+    result = oneshot(tiny_moe("qwen3_moe"), recipe=recipe, dataset=DataLoader(rows, batch_size=1))
+    assert any("experts" in name for name in result.report.modules)
 
 
 def test_padding_reaches_no_expert(tiny_moe: MoE) -> None:
