@@ -49,6 +49,7 @@ from compressor.modifiers.schemes.base import SchemeModifier
 from compressor.modifiers.transforms.rotating import RotatingModifier
 from compressor.monitor import Lap, Monitor
 from compressor.nn import QuantizedLayer
+from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.precision import widened_products
 from compressor.pipelines import SequentialSettings, choose_pipeline, run_pipeline
 from compressor.pipelines.journal import RunPlace, SharedJournal, base_hashes, check_places, model_identity, run_fingerprint, run_record
@@ -374,7 +375,8 @@ def _settle(experts: UnfusedModel, session: Session, calibrate_all: bool, place:
     elif calibrate_all:
         experts.calibrate_all()
     state.report.notes += [*experts.describe(), *check_values(state.model, state.claims.keys() | state.touched), *buffer_notes(state.model)]
-    state.report.notes += rotation_notes(state.model)  # of runs before; what this one turns its modifiers tell
+    if rotated_modules(state.model):  # by runs before; what this one turns its modifiers tell
+        state.report.notes += rotation_notes(state.model)
     to_disk = place.output_dir is not None
     parts = [part for part in session.modifiers if isinstance(part, SchemeModifier)]
     schemes = {name: scheme for part in parts for name, scheme in part.schemes.items()}
