@@ -109,7 +109,6 @@ def _room() -> str | None:
                 device.hold([name])
                 for coming in device._coming.values():
                     coming.copies.exception()  # asked for while this one is here; a thread that is late would find room
-            model(torch.ones(2, 4))
         except torch.OutOfMemoryError:
             return "a device with room for one stretch is not enough"
     return None if device.most_resident == _Small.room else f"{device.most_resident} bytes at most"
