@@ -23,6 +23,7 @@ from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import CalibrationError, NumericsError
 from compressor.modifiers.tuning.gradients import send_back
 from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
+from compressor.tracing.picking import check_model
 
 Kind = Literal["hidden", "logits", "states"]
 
@@ -61,7 +62,9 @@ class BaseOutputs:
         Raises:
             CalibrationError: the model gives no tensor that could be compared.
             NumericsError: NaN or infinity in what it gives for a token that counts.
+            TracingError: the model is compiled: its head cannot be stopped at.
         """
+        check_model(model)
         self.where, self._model, self._device = where, model, device
         self._head = _head_of(model)
         self.kind: Kind = "states"
