@@ -36,6 +36,7 @@ from compressor.tracing.picking import excerpt
 _SPREAD = 4.0  # of the added vector, over the largest hidden state of a channel: it stands above the rounding of narrow dtypes
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative; narrow dtypes round every sum
 _NARROW_TOLERANCE = 0.1
+_MOST_TRIED = 16  # layers of one kind, of which one that is heard speaks for all
 
 
 @dataclass(frozen=True)
@@ -160,13 +161,17 @@ class _Search:
         reads: dict[str, set[str]] = {}
         blocked: dict[str, str] = {}
         with progress.task("find the residual basis", total=len(kinds) + 1) as task:
-            for first, *_ in kinds.values():
-                ruler_D = self._ruler(first, prober.widths[first])
-                if ruler_D is not None:
-                    watch = _Shift(prober, first, ruler_D)
-                    blocked[first] = watch.run()
-                    if not blocked[first] and watch.readers:
-                        reads[first] = {pattern_of(name) for name in watch.readers}
+            for members in kinds.values():
+                for name in members[:_MOST_TRIED]:  # routers may not choose the first of them
+                    ruler_D = self._ruler(name, prober.widths[name])
+                    if ruler_D is None:
+                        break
+                    watch = _Shift(prober, name, ruler_D)
+                    blocked[name] = watch.run()
+                    if not blocked[name] and watch.readers:
+                        reads[name] = {pattern_of(one) for one in watch.readers}
+                    if blocked[name] or watch.readers:
+                        break
                 task.advance()
             groups = [_connected(reads, name) for name in reads]
             groups = [group for group in groups if group[1:] or not self.is_norm(group[0])]  # one norm and its layers: no sum

@@ -19,6 +19,7 @@ from compressor.mappings.turns import Turn, fold_and_turn, has_biases
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.sample_batches import sample_batches
 from harness.traceability.architectures import zoo
+from tests import tiny
 
 CPU = torch.device("cpu")
 TEXT: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -76,6 +77,18 @@ def test_who_writes_is_seen_on_the_forward(kind: str, settings: Any, writers: se
     ties = [model.get_submodule(head).get_parameter("weight") is model.get_input_embeddings().weight for head in tied]  # type: ignore[operator]
     assert all(ties)
     assert turned_difference(model, {"input_ids": IDS}) < 1e-5
+
+
+def test_experts_write_though_the_first_of_them_is_never_chosen() -> None:
+    model: Any = tiny.qwen3_moe(num_experts=8)
+    for layer in model.model.layers:
+        gate = layer.mlp.gate.weight.data
+        gate[0] = 0
+        gate[2::2] = -gate[1:-1:2]  # of each pair one is above zero
+    with unfused_experts(model, hold=True):
+        basis = find_basis(model, {"input_ids": IDS}, CPU)
+    experts = [name for name in basis.writers if name.endswith("down_proj")]
+    assert len(experts) == sum(len(gate.weight) for gate in (layer.mlp.gate for layer in model.model.layers))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
