@@ -100,6 +100,23 @@ def test_a_class_that_is_patched_is_told() -> None:
     assert record.outcome == "fail" and "Qwen3MoeSparseMoeBlock: class changed: forward" in record.summary, record.summary
 
 
+class OtherTie(OurExpertPruner):
+    """Of the first two experts, which no token is sent to, takes the other one than ours."""
+
+    def prune(self, model: Any, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        for layer in model.model.layers:
+            for one in layer.mlp.parameters():
+                if len(one) == layer.mlp.experts.num_experts:
+                    one.data[[0, 1]] = one.data[[1, 0]]
+        return [[{0: 1, 1: 0}.get(number, number) for number in own] for own in super().prune(model, input_ids, masks)]
+
+
+def test_of_several_experts_without_tokens_any_may_go() -> None:
+    subject = OtherTie(0.25, refit=False, architectures=("gpt_oss",))
+    report = harness.check(subject, checks=["expert_pruner.unused_experts"], draws=False)
+    assert report.verdict.value == "pass", report.to_text()
+
+
 class Numbers(Plain):
     """Keeps the experts in one order, and tells another."""
 
