@@ -34,12 +34,13 @@ HOOK_OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 # Where torch keeps forward hooks, and what it was told of each.
 _TABLES = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _TOLD = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 _OF_MODIFIERS: WeakSet[Callable[..., Any]] = WeakSet()
 
 
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Let a module that takes the place of another run the forward hooks of the model's author. Changes the tables of both.
+    """Let a module that takes the place of another run the hooks of the model's author, of both directions. Changes the tables of both.
 
     Hooks of modifiers stay with the old one. Where neither carries such hooks, both modules share their tables, so that the author's
     handles, which know the table of the old one, take a hook off both.
@@ -50,11 +51,13 @@ def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
     """
     if any(module is old for module in new.modules()):
         return
+    tables = (*_TABLES, *_BACKWARD)
     owned = {
-        key for table in _TABLES for key, hook in getattr(old, table).items() if isinstance(hook, FunctionType) and hook in _OF_MODIFIERS
+        key for table in tables for key, hook in getattr(old, table).items() if isinstance(hook, FunctionType) and hook in _OF_MODIFIERS
     }
-    apart = bool(owned) or any(getattr(new, table) for table in _TABLES)  # handles of hooks that the new one has know its own tables
-    for table in (*_TABLES, *_TOLD):
+    apart = bool(owned) or any(getattr(new, table) for table in tables)  # handles of hooks that the new one has know its own tables
+    new._is_full_backward_hook = old._is_full_backward_hook
+    for table in (*tables, *_TOLD):
         kept, own = getattr(old, table), getattr(new, table)
         if apart:
             own.update({key: value for key, value in kept.items() if key not in owned})

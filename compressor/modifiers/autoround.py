@@ -147,6 +147,11 @@ class AutoRoundModifier(SchemeModifier):
         without = [record.name for record in records if _GRADIENT in record.details]
         if without:
             state.report.notes.append(told_unreached(self.label, without, len(records)))
+        if pruned := [record.name for record in records if record.details.get("kept") == "moved"]:
+            state.report.notes.append(
+                f"{self.label}: modules of a block ({some(pruned)}) were pruned at once, by what it gives unpruned, for its rounding is "
+                "learned as a whole; prune in a run before, and each sees the error of those before it"
+            )
         if propagated := [record.name for record in records if _TARGET in record.details]:
             state.report.notes.append(
                 f"{self.label}: calls of the blocks of {some(propagated)} in the uncompressed model and in the compressed one do not "

@@ -310,7 +310,7 @@ def _numbers(words: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 def _offset_stream(words: np.ndarray, bits: int, count: int) -> np.ndarray:
     """Codes plus 2^(bits-1), one after another in a little-endian stream of bits: pack-quantized of compressed-tensors."""
-    return _numbers(words.astype("<i4"), bits, count) - (1 << (bits - 1))
+    return _numbers(words, bits, count) - (1 << (bits - 1))
 
 
 def _e2m1_nibbles(words: np.ndarray, bits: int, count: int) -> np.ndarray:

@@ -62,7 +62,7 @@ class BlockCalls:
         if state.base_stream:
             return
         inputs = tree_map(_kept, (args, dict(kwargs)))
-        first = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        first = _first_of((args, dict(kwargs)), "is handed")
         mask = None if state.token_mask is None else state.token_mask.cpu()
         self.calls.append(BlockCall(state.batch_index or 0, inputs, mask, tuple(state.batch_shape or first.shape[:2])))
 
@@ -243,15 +243,25 @@ def _that_count(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the output itself, or the first tensor of a tuple.
+    """Return the output itself, or the first tensor in a tuple, a dict or what else torch looks into.
 
     Args:
         output: of a block.
 
     Returns:
         The hidden states.
+
+    Raises:
+        CalibrationError: there is none.
     """
-    found: Tensor = output if isinstance(output, Tensor) else next(one for one in output if isinstance(one, Tensor))
+    return _first_of(output, "gives")
+
+
+def _first_of(tree: Any, how: str) -> Tensor:
+    found = next((one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)), None)
+    if found is None:
+        kinds = ", ".join(sorted({type(one).__name__ for one in tree_flatten(tree)[0]})) or "nothing"
+        raise CalibrationError(f"AutoRoundModifier: a block {how} {kinds}, in which no tensor can be found; ignore it, or use GPTQModifier")
     return found
 
 

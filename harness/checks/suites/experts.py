@@ -226,7 +226,8 @@ def _hold_settings(architecture: str, pruned: _Pruned) -> None:
 
 def _settings(model: Any) -> Iterator[tuple[str, Any]]:
     """Settings of a model that was loaded, by dotted name; where it was loaded from is none."""
-    below: list[tuple[str, Any]] = [("", {**model.config.to_dict(), "_name_or_path": None})]
+    generation = {} if model.generation_config is None else model.generation_config.to_dict()
+    below: list[tuple[str, Any]] = [("", {**model.config.to_dict(), "_name_or_path": None, "generation_config": generation})]
     while below:
         name, value = below.pop()
         if isinstance(value, dict):

@@ -78,11 +78,12 @@ def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, 
         today: an acceptance whose last day is before it has expired.
 
     Returns:
-        The acceptance that was written last; None where there is none.
+        The acceptance that was written last; None where there is none. Of one night the last word counts, also where it ends earlier.
     """
-    for one in reversed(acceptances):
+    last_words = {one.night: number for number, one in enumerate(acceptances)}
+    for number, one in reversed([*enumerate(acceptances)]):
         expired = bool(one.until) and today > date.fromisoformat(one.until)
-        if in_time(one.night) > in_time(before) and not expired:
+        if in_time(one.night) > in_time(before) and not expired and last_words[one.night] == number:
             return one
     return None
 

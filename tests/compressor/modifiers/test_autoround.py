@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,6 +279,50 @@ def test_an_expert_without_tokens_is_a_fallback() -> None:
     result = oneshot(tiny.qwen3_moe(vocab_size=96), recipe=recipe(fallback_budget=99, **settings), dataset=tokens)
     assert result.report.fallbacks and all(one.kind == "no_tokens" and "experts" in one.module for one in result.report.fallbacks)
     assert not any("no gradient came to" in note for note in result.report.notes)
+
+
+class Handing(nn.Module):
+    """Two layers, the second of which is handed what the first gives, in some container."""
+
+    class Layer(nn.Module):
+        def __init__(self, wrap: Any) -> None:
+            super().__init__()
+            self.inner, self.wrap = nn.Linear(32, 32), wrap
+
+        def forward(self, given: Any) -> Any:
+            x = given["x"] if isinstance(given, dict) else given.x if hasattr(given, "x") else given
+            return self.wrap(torch.tanh(self.inner(x)))
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([self.Layer(wrap), self.Layer(lambda x: x)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_a_block_may_be_handed_a_container_that_torch_looks_into(as_dict: bool) -> None:
+    model = Handing((lambda x: {"x": x}) if as_dict else (lambda x: SimpleNamespace(x=x))).eval()
+    chosen, data = recipe(ignore=[], iters=4, target="propagated"), DataLoader(ROWS, batch_size=4)
+    if as_dict:
+        found = details(oneshot(model, recipe=chosen, dataset=data, sequential_targets=["Layer"]), "layers.1.inner")
+        assert 0 < found["block_loss"] <= found["block_loss_before"]
+        return
+    with pytest.raises(CalibrationError, match=r"a block (gives|is handed) SimpleNamespace"):
+        oneshot(model, recipe=chosen, dataset=data, sequential_targets=["Layer"], engine="suspend")
+
+
+def test_what_is_pruned_beside_it_is_pruned_block_by_block_and_said() -> None:
+    pruning = {"SparseGPTModifier": {"sparsity": 0.5, "ignore": ["lm_head"]}}
+    result = oneshot(llama(), recipe={**pruning, **recipe(iters=2)}, dataset=TOKENS)
+    assert any("were pruned at once, by what it gives unpruned" in note for note in result.report.notes), result.report.notes
+    first = oneshot(llama(), recipe=pruning, dataset=TOKENS)
+    later = oneshot(first.model, recipe=recipe(iters=2), dataset=TOKENS)
+    assert not any("were pruned at once" in note for note in later.report.notes), later.report.notes
 
 
 def test_what_cannot_be_learned_is_refused() -> None:

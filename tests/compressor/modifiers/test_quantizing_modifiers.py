@@ -611,3 +611,14 @@ def test_experts_that_stay_fused_are_named_where_scales_move() -> None:
 def test_a_default_device_around_the_call_is_refused_by_name() -> None:
     with torch.device("meta"), pytest.raises(UserInputError, match="oneshot: meta is torch's default device around the call"):
         oneshot(nn.Linear(16, 16, device="cpu"), recipe=QuantizationModifier(scheme="W8A16"))
+
+
+def test_backward_hooks_of_the_models_author_go_over_to_the_quantized_layer() -> None:
+    model: Any = tiny.llama()
+    layer, calls = model.model.layers[1].mlp.up_proj, list[str]()
+    layer.register_full_backward_hook(lambda *_: calls.append("full"))
+    layer.register_full_backward_pre_hook(lambda *_: calls.append("pre"))
+    oneshot(model, recipe=QuantizationModifier(scheme="W8A16", ignore=["lm_head"]))
+    assert model.model.layers[1].mlp.up_proj is not layer
+    model(inputs_embeds=torch.ones(1, 4, 32, requires_grad=True)).logits.sum().backward()
+    assert calls == ["pre", "full"]

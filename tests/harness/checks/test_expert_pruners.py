@@ -67,6 +67,7 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "head": (_scale("lm_head.weight", 1.01), "lm_head.weight is not what it was"),
     "a norm in half precision": (lambda model: model.model.norm.bfloat16().float(), "model.norm.weight is not what it was"),
     "fewer experts for a token": (_one_for_two, "the setting num_experts_per_tok was 2 and is 1"),
+    "how it generates": (lambda model: setattr(model.generation_config, "eos_token_id", 5), "generation_config.eos_token_id was"),
     "another setting": (lambda model: setattr(model.config, "use_cache", True), "the setting use_cache was False and is True"),
     "hooks": (lambda model: _blocks(model)[0].experts.register_forward_pre_hook(print), "hooks changed: 0 before, 1 after"),
     "a seed": (lambda model: torch.manual_seed(0), "rng was seeded or drawn from"),

@@ -105,6 +105,21 @@ def test_a_wrong_packer_is_told(name: str) -> None:
     assert record.outcome is Outcome.FAIL and says in record.summary, record.summary
 
 
+class OtherWords(OurPacker):
+    """The same bytes in words of 8 bits."""
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return super().pack(codes).contiguous().view(torch.uint8)
+
+    def unpack(self, packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return super().unpack(packed.contiguous().view(torch.int32), shape)
+
+
+def test_words_of_another_size_are_the_same_bytes() -> None:
+    record = harness.check(OtherWords(4), checks=["packer.layout"], draws=False).records[0]
+    assert record.outcome is Outcome.PASS, record.summary
+
+
 @pytest.mark.parametrize("subject", [Looks(lambda x: x), Looks(lambda x: x, 0), OurFp4Packer()], ids=["columns", "rows", "fp4"])
 def test_the_right_packers_pass(subject: OurPacker | OurFp4Packer) -> None:
     report = harness.check(subject, draws=False)

@@ -265,6 +265,8 @@ def test_what_is_accepted_is_settled_until_it_expires_and_what_follows_is_judged
     brief = Acceptance("m", night_label(41), last_day, "for a while")
     assert judge(series(nights), [brief], today=date.fromisoformat(last_day)).verdict is Verdict.PASS
     assert judge(series(nights), [brief], today=date.fromisoformat(last_day) + timedelta(1)).verdict is Verdict.REGRESSION
+    for words, verdict in (([word, brief], Verdict.REGRESSION), ([brief, word], Verdict.PASS)):  # of one night the last word counts
+        assert judge(series(nights), words, today=date.fromisoformat(last_day) + timedelta(1)).verdict is verdict
     for night in ("2019-01-01", "build 17"):  # where nothing has been measured since, the day passes all the same
         assert day_of_looking(night) == datetime.now(UTC).date()
     assert day_of_looking("2999-02-18 again") == date(2999, 2, 18)
