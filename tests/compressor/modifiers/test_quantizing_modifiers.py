@@ -618,7 +618,7 @@ def test_backward_hooks_of_the_models_author_go_over_to_the_quantized_layer() ->
     layer, calls = model.model.layers[1].mlp.up_proj, list[str]()
     layer.register_full_backward_hook(lambda *_: calls.append("full"))
     layer.register_full_backward_pre_hook(lambda *_: calls.append("pre"))
-    oneshot(model, recipe=QuantizationModifier(scheme="W8A16", ignore=["lm_head"]))
+    oneshot(model, recipe=QuantizationModifier(scheme="FP8_DYNAMIC", ignore=["lm_head"]))
     assert model.model.layers[1].mlp.up_proj is not layer
     model(inputs_embeds=torch.ones(1, 4, 32, requires_grad=True)).logits.sum().backward()
     assert calls == ["pre", "full"]
