@@ -123,6 +123,14 @@ class SpinQuantModifier(RotatingModifier):
         if "R1" in self.rotations and isinstance(size, int):
             self._check_block(size)
 
+    def _check_once(self, state: State, turns: Sequence[Turn]) -> None:
+        """Refuse to turn what this run has turned: the matrix is the same one, and a Hadamard matrix takes itself back."""
+        earlier = (turn for record in state.report.transforms for turn in record.get("turns", ()) if "online" not in turn)
+        before = {name for turn in earlier for name in turn["writers"]}
+        again = [name for turn in as_record(state.model, "", turns)["turns"] for name in turn["writers"] if name in before]
+        if again:
+            raise TargetError(f"{self.label}: what {again[0]} gives is turned by an earlier modifier already; leave one of the two out")
+
     def _check_block(self, size: int) -> int:
         """Return how many of `size` channels R1 turns together."""
         block = self.transform_block_size or size
@@ -146,6 +154,7 @@ class SpinQuantModifier(RotatingModifier):
             notes = notes_of_written(state.model, basis, values, self.mappings, self.norm_mappings, self.label)
             state.report.notes += notes
             turns = [*self._first(state, basis), *self._second(state, values)]
+            self._check_once(state, turns)
             folds = () if basis is None else basis.norms
             if self.learnable:
                 turns = self._learned(state, basis, turns)

@@ -129,6 +129,12 @@ def test_quantization_behind_it_stores_the_turned_weights(quantizer: Any, tmp_pa
     assert all(bool((tensor == 1).all()) for tensor in norms.values())
 
 
+def test_rotations_of_other_sides_may_come_one_after_the_other() -> None:
+    model, base = llama(), llama()
+    oneshot(model, recipe=[SpinQuantModifier(rotations=[one]) for one in ("R2", "R1", "R4")])
+    assert difference(logits(model), logits(base)) < 1e-5
+
+
 def test_equal_runs_give_equal_bytes_and_seeds_other_ones(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
     recipe = SpinQuantModifier(transform_type="random-hadamard")
@@ -149,6 +155,16 @@ def test_equal_runs_give_equal_bytes_and_seeds_other_ones(tmp_path: Path) -> Non
             [MagnitudePruningModifier(final_sparsity=0.5, targets=["Linear"]), SpinQuantModifier()],
             RecipeError,
             "which a rotation would fill",
+        ),
+        (
+            [SpinQuantModifier(rotations=["R1"]), SpinQuantModifier(rotations=["R1", "R2"])],
+            TargetError,
+            r"SpinQuantModifier\[1\]: what model.embed_tokens gives is turned by an earlier modifier already",
+        ),
+        (
+            [SpinQuantModifier(rotations=["R2"]), SpinQuantModifier(rotations=["R2"])],
+            TargetError,
+            r"what model.layers.0.self_attn.v_proj gives is turned by an earlier modifier already",
         ),
     ],
 )
