@@ -135,6 +135,7 @@ def _candidates(
     weights: Sequence[Tensor], formats: Sequence[QuantizationArgs], act_mean_C: Tensor, n_grid: int, duo_scaling: DuoScaling
 ) -> list[Tensor]:
     weight_mean_C = _relative_size(weights, formats)
+    live_C = ~_dead(act_mean_C, weight_mean_C)
     made = []
     for duo in (True, False) if duo_scaling == "both" else (bool(duo_scaling),):
         for ratio in (step / n_grid for step in range(n_grid)):
@@ -142,7 +143,9 @@ def _candidates(
             if duo:
                 scales_C = scales_C / (weight_mean_C.pow(1 - ratio) + _FLOOR)
             scales_C = scales_C.clamp(min=_FLOOR)
-            scales_C = scales_C / (scales_C.max() * scales_C.min()).sqrt()
+            # Of live channels alone: dead ones keep 1, and would lie far from the others if they set their size.
+            own = scales_C[live_C]
+            scales_C = scales_C / (own.max() * own.min()).sqrt() if len(own) else scales_C
             made.append(_alive(scales_C, act_mean_C, weight_mean_C))
     return made
 
@@ -161,6 +164,9 @@ def _relative_size(weights: Sequence[Tensor], formats: Sequence[QuantizationArgs
 
 def _alive(scales_C: Tensor, act_C: Tensor, weight_C: Tensor) -> Tensor:
     """1 where either side says nothing, or the quotient is no usable number."""
-    dead_C = (act_C <= _SMALLEST * act_C.max()) | (weight_C <= _SMALLEST * weight_C.max())
     usable_C = torch.isfinite(scales_C) & (scales_C > 0)
-    return torch.where(usable_C & ~dead_C, scales_C, torch.ones_like(scales_C)).float()
+    return torch.where(usable_C & ~_dead(act_C, weight_C), scales_C, torch.ones_like(scales_C)).float()
+
+
+def _dead(act_C: Tensor, weight_C: Tensor) -> Tensor:
+    return (act_C <= _SMALLEST * act_C.max()) | (weight_C <= _SMALLEST * weight_C.max())

@@ -145,6 +145,18 @@ def test_the_search_finds_what_forwards_would_find(duo: Any) -> None:
     assert all(error(scales) > 0.9 * found.error for scales in neighbours)
 
 
+def test_channels_that_never_fire_lie_among_the_others() -> None:
+    """They set the size of all, and what moved into them hid the rows of the others in a scale for the whole tensor."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(300, 32, generator=generator) * torch.logspace(-1, 1, 32)
+    x[:, ::8] = 0
+    args = QuantizationArgs(num_bits=3, group_size=16, strategy="group")
+    scales_C = search_awq([torch.randn(24, 32, generator=generator)], [args], 2 * x.T @ x / len(x), x.abs().mean(0)).scales_C
+    assert bool((scales_C[::8] == 1).all()) and float(scales_C.min()) < 1 < float(scales_C.max())
+    live = scales_C[(x != 0).any(0)]
+    assert float(live.min() * live.max()) == pytest.approx(1, rel=1e-5)
+
+
 def test_awq_makes_rounding_cost_less_where_activations_differ() -> None:
     plain, rounded, scaled = llama(), llama(), llama()
     oneshot(rounded, recipe=rounding(), dataset=None)
