@@ -7,7 +7,6 @@ its content, a fingerprint of the matrix in the orientation in which it is used,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -102,56 +101,6 @@ def take_baseline(model: Any, module: nn.Module | None = None) -> Baseline:
                 name = names.get(projection.fingerprint) or _name_in_graph(projection)
                 weights[block.index, role] = RoleWeight(block.index, block.kind, role, name, projection)
     return Baseline(found, weights)
-
-
-def counterparts(before: Baseline, after: Census) -> dict[int, Block]:
-    """Find each block again: by its weights, for optimizers change the order of blocks; where they say nothing, by its place.
-
-    Of several that fit, the one that keeps the data flow among the blocks is taken, then the one at the same position.
-
-    Args:
-        before: as exported.
-        after: as optimized.
-
-    Returns:
-        Index of a block before to the block after; each block at most once.
-    """
-    left = {block.index: block for block in after.read}
-    found: dict[int, Block] = {}
-    for least in (*range(len(ROLES), 0, -1), 0):
-        for block in before.census.read:
-            marks = {one.role: one.projection.fingerprint for one in before.of_block(block.index)}
-            fits = [one for one in left.values() if sum(_has(one, role, mark) for role, mark in marks.items()) >= least]
-            if block.index not in found and fits:
-                found[block.index] = left.pop(min(fits, key=lambda one: _distance(block, one, found)).index)
-    return found
-
-
-def _distance(was: Block, now: Block, found: Mapping[int, Block]) -> tuple[int, bool, bool, int]:
-    broken = sum(not same_order(was, now, other, one) for other, one in found.items())
-    return broken, not was.place.is_like(now.place), was.index != now.index, now.index
-
-
-def same_order(was: Block, now: Block, other: int, other_now: Block) -> bool:
-    """Whether a block feeds another, or is fed by it, exactly if it was so before.
-
-    Args:
-        was: a block as exported.
-        now: the same as optimized.
-        other: index of another block as exported.
-        other_now: that one as optimized.
-
-    Returns:
-        False where the two were exchanged; True where nobody knows, inside of one subgraph.
-    """
-    if other in was.place.beside or other_now.index in now.place.beside:
-        return True
-    above, below = other in was.place.above, other in was.place.below
-    return (above, below) == (other_now.index in now.place.above, other_now.index in now.place.below)
-
-
-def _has(block: Block, role: str, mark: str) -> bool:
-    return any(layer.fingerprint == mark for layer in block.projections[role])
 
 
 def _module_names(module: nn.Module | None) -> dict[str, str]:

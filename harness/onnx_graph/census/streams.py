@@ -173,10 +173,6 @@ class BlockPlace:
     outputs: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
 
-    def is_like(self, other: BlockPlace) -> bool:
-        """Whether two blocks of two graphs may be the same one: as many blocks before and behind, and the same outputs."""
-        return (len(self.above), len(self.below), self.outputs) == (len(other.above), len(other.below), other.outputs)
-
 
 def block_places(view: GraphView, anchors: Sequence[ir.Node]) -> list[BlockPlace]:
     """Follow the activations once through the graph.

@@ -17,8 +17,9 @@ import onnx
 
 from compressor.errors import UserInputError
 from harness.errors import ContractViolation
-from harness.onnx_graph.census.baseline import Baseline, counterparts, take_baseline
+from harness.onnx_graph.census.baseline import Baseline, take_baseline
 from harness.onnx_graph.census.census import Block, Census, census
+from harness.onnx_graph.contracts.counterparts import counterparts
 from harness.onnx_graph.graph.reading import read_graph
 from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict

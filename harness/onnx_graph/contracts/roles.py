@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from compressor.errors import UserInputError
-from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in, same_order
+from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in
 from harness.onnx_graph.census.census import ROLES, Block, Status
 from harness.onnx_graph.census.flow import Shapes
 from harness.onnx_graph.census.parts import takes_a_part
 from harness.onnx_graph.census.projections import Projection
 from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
+from harness.onnx_graph.contracts.counterparts import same_order
 from harness.onnx_graph.contracts.packed import columns_taken, columns_told
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
 from harness.onnx_graph.graph.run_session import sqnr_db
@@ -167,7 +168,7 @@ class RoleWeights(RoleContract):
         compared = [self._compare(pair, one, pair.counterparts.get(one.block)) for one in pair.baseline.weights.values()]
         kept = [one for one, finding in zip(pair.baseline.weights.values(), compared, strict=True) if finding is None]
         new = list(self._new(pair)) if len(pair.census_after.read) > len(pair.baseline.census.read) else []
-        return [*unread, *new, *(finding for finding in compared if finding is not None), *self._taken(pair, kept), *self._moved(pair)]
+        return [*unread, *new, *(finding for finding in compared if finding is not None), *self._taken(pair, kept), *self._moved(pair, kept)]
 
     def _new(self, pair: Pair) -> Iterator[Finding]:
         """Blocks that were none before: there is nothing to hold their weights against."""
@@ -201,9 +202,9 @@ class RoleWeights(RoleContract):
                 found = f"expected {was.text()} of {layer.op} {layer.name} [{layer.shape[0]}, {layer.shape[1]}], found {now.text()}"
                 yield self.violated(f"{one.where}: {found}", one.block, one.role)
 
-    def _moved(self, pair: Pair) -> Iterator[Finding]:
+    def _moved(self, pair: Pair, kept: Sequence[RoleWeight]) -> Iterator[Finding]:
         """Blocks that have their weights at another place of the data flow: their weights were exchanged, nothing was reordered."""
-        found = pair.counterparts
+        found = {one.block: pair.counterparts[one.block] for one in kept}
         before = {block.index: block for block in pair.baseline.census.read}
         for index, now in found.items():
             was = before[index]

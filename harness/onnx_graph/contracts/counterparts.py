@@ -1,0 +1,104 @@
+"""Which block after an optimizer is which block before: by weights, for optimizers change the order; equal blocks by the data flow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from operator import itemgetter
+
+from harness.onnx_graph.census.baseline import Baseline, RoleWeight
+from harness.onnx_graph.census.census import Block, Census
+
+
+def counterparts(before: Baseline, after: Census) -> dict[int, Block]:
+    """Find each block again.
+
+    Several may have the same weights, and some have none that can be read (absorbed, inside of a Loop). So the blocks are matched all
+    together: as many roles as can be have their weights, then as few blocks as can be lie elsewhere in the data flow. First in its order,
+    then two blocks exchange what they have as long as that is better.
+
+    Args:
+        before: as exported.
+        after: as optimized.
+
+    Returns:
+        Index of a block before to the block after; each block at most once.
+    """
+    match = _Match(before, after)
+    while any([match.improve(was, now) for was in before.census.read if match.is_amiss(was) for now in after.read]):
+        pass
+    return match.found
+
+
+class _Match:
+    """Blocks before to blocks after."""
+
+    def __init__(self, before: Baseline, after: Census) -> None:
+        self._before = {block.index: block for block in before.census.read}
+        self._num_kept = {was: {now: _num_kept(before.of_block(was), now) for now in after.read} for was in self._before}
+        self.found = self._in_order(sorted(before.census.read, key=_depth), sorted(after.read, key=_depth))
+        left = [now for now in after.read if now not in self.found.values()]
+        self.found |= zip((was for was in self._before if was not in self.found), left, strict=False)
+
+    def _in_order(self, before: Sequence[Block], after: Sequence[Block]) -> dict[int, Block]:
+        """Align two sequences, so that most weights are kept, then most blocks are found, then most lead to the same outputs."""
+        start: tuple[tuple[int, int, int], dict[int, Block]] = ((0, 0, 0), {})
+        row = [start] * (len(after) + 1)
+        for was in before:
+            above, row = row, [start]
+            for at, now in enumerate(after):
+                (kept, count, outputs), found = above[at]
+                sums = kept + self._num_kept[was.index][now], count + 1, outputs + (was.place.outputs == now.place.outputs)
+                row.append(max(row[-1], above[at + 1], (sums, found | {was.index: now}), key=itemgetter(0)))
+        return row[-1][1]
+
+    def is_amiss(self, was: Block) -> bool:
+        """Whether a block has not the weights that it could have, or lies elsewhere than before."""
+        return self._cost(self.found, {was.index}) > (-max(self._num_kept[was.index].values(), default=0), 0)
+
+    def improve(self, was: Block, now: Block) -> bool:
+        """Give a block this counterpart, and what it had to the block that has this one, if that is better."""
+        holder = next((index for index, one in self.found.items() if one is now), was.index)
+        changed = {index: one for index, one in self.found.items() if index not in (was.index, holder)} | {was.index: now}
+        if holder != was.index and was.index in self.found:
+            changed[holder] = self.found[was.index]
+        touched = {was.index, holder}
+        is_better = self._cost(changed, touched) < self._cost(self.found, touched)
+        self.found = changed if is_better else self.found
+        return is_better
+
+    def _cost(self, found: Mapping[int, Block], touched: Set[int]) -> tuple[int, int]:
+        """What these blocks add to the roles that have their weight, as a negative number, and to the places that are not as before."""
+        matched = [(self._before[index], found[index]) for index in touched if index in found]
+        pairs = [(was, now, other) for was, now in matched for other in found if other not in touched or other > was.index]
+        moved = [not same_order(was, now, other, found[other]) for was, now, other in pairs]
+        moved += [was.place.outputs != now.place.outputs for was, now in matched]
+        return -sum(self._num_kept[was.index][now] for was, now in matched), sum(moved)
+
+
+def _num_kept(weights: Sequence[RoleWeight], now: Block) -> int:
+    """How many roles have the weight in a block."""
+    return sum(any(layer.fingerprint == one.projection.fingerprint for layer in now.projections[one.role]) for one in weights)
+
+
+def _depth(block: Block) -> tuple[int, int, list[int], int]:
+    """A key that orders blocks as data flow."""
+    place = block.place
+    return len(place.above), -len(place.below), sorted(place.outputs), block.index
+
+
+def same_order(was: Block, now: Block, other: int, other_now: Block) -> bool:
+    """Whether a block feeds another, or is fed by it, exactly if it was so before.
+
+    Args:
+        was: a block as exported.
+        now: the same as optimized.
+        other: index of another block as exported.
+        other_now: that one as optimized.
+
+    Returns:
+        False where the two were exchanged; True where nobody knows, inside of one subgraph.
+    """
+    if other in was.place.beside or other_now.index in now.place.beside:
+        return True
+    above, below = other in was.place.above, other in was.place.below
+    return (above, below) == (other_now.index in now.place.above, other_now.index in now.place.below)
