@@ -99,14 +99,14 @@ class SeparateQKV(RoleContract):
             One finding per role that was lost, or per block that was never separate or is not clear.
         """
         before = pair.baseline.census.read
-        early = [finding for block in before if (finding := self._before(block)) is not None]
-        if early:
-            return early
-        after = pair.census_after.read
-        if len(after) < len(before):
+        early = {block.index: finding for block in before if (finding := self._before(block)) is not None}
+        after: Sequence[Block] = pair.census_after.read
+        if early:  # a Loop may be unrolled and a branch left out, so that only what was clear before is looked for
+            after = [block for index, block in pair.counterparts.items() if index not in early]
+        elif len(after) < len(before):
             lost = len(before) - len(after)
             return [self.violated(f"{len(before)} attention blocks before, {len(after)} after, so {lost} cannot be found again")]
-        return [finding for block in after for finding in self._after(pair, block)]
+        return [*early.values(), *(finding for block in after for finding in self._after(pair, block))]
 
     def _before(self, block: Block) -> Finding | None:
         where = f"block {block.index} ({block.kind}), as exported, before any optimizer"
