@@ -1,20 +1,22 @@
-"""Which block after an optimizer is which block before: by weights, for optimizers change the order; equal blocks by the data flow."""
+"""Which block of an optimized graph is which of the exported one: by its weights, and of several equal ones by the data flow."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from operator import itemgetter
 
-from harness.onnx_graph.census.baseline import Baseline, RoleWeight
-from harness.onnx_graph.census.census import Block, Census
+from harness.onnx_graph.census.baseline import Baseline
+from harness.onnx_graph.census.census import Block, Census, Status
+from harness.onnx_graph.census.projections import fingerprint
 
 
 def counterparts(before: Baseline, after: Census) -> dict[int, Block]:
     """Find each block again.
 
     Several may have the same weights, and some have none that can be read (absorbed, inside of a Loop). So the blocks are matched all
-    together: as many roles as can be have their weights, then as few blocks as can be lie elsewhere in the data flow. First in its order,
-    then two blocks exchange what they have as long as that is better.
+    together: as many roles as can be have their weights, as layers of their own or packed, then as few blocks as can be lie elsewhere in
+    the data flow. They are matched in its order first, then two exchange their counterparts as long as that is better.
 
     Args:
         before: as exported.
@@ -34,20 +36,25 @@ class _Match:
 
     def __init__(self, before: Baseline, after: Census) -> None:
         self._before = {block.index: block for block in before.census.read}
-        self._num_kept = {was: {now: _num_kept(before.of_block(was), now) for now in after.read} for was in self._before}
+        known = {one.projection.fingerprint: one.projection.shape[1] for one in before.weights.values()}
+        held = {now: _marks(now, known) for now in after.read}
+        self._num_kept = {
+            was: {now: sum(one.projection.fingerprint in marks for one in before.of_block(was)) for now, marks in held.items()}
+            for was in self._before
+        }
         self.found = self._in_order(sorted(before.census.read, key=_depth), sorted(after.read, key=_depth))
         left = [now for now in after.read if now not in self.found.values()]
         self.found |= zip((was for was in self._before if was not in self.found), left, strict=False)
 
     def _in_order(self, before: Sequence[Block], after: Sequence[Block]) -> dict[int, Block]:
-        """Align two sequences, so that most weights are kept, then most blocks are found, then most lead to the same outputs."""
+        """Align two sequences, so that most weights are kept, then most blocks are found, then most are alike."""
         start: tuple[tuple[int, int, int], dict[int, Block]] = ((0, 0, 0), {})
         row = [start] * (len(after) + 1)
         for was in before:
             above, row = row, [start]
             for at, now in enumerate(after):
-                (kept, count, outputs), found = above[at]
-                sums = kept + self._num_kept[was.index][now], count + 1, outputs + (was.place.outputs == now.place.outputs)
+                (kept, count, alike), found = above[at]
+                sums = kept + self._num_kept[was.index][now], count + 1, alike + _are_alike(was, now)
                 row.append(max(row[-1], above[at + 1], (sums, found | {was.index: now}), key=itemgetter(0)))
         return row[-1][1]
 
@@ -75,13 +82,25 @@ class _Match:
         return -sum(self._num_kept[was.index][now] for was, now in matched), sum(moved)
 
 
-def _num_kept(weights: Sequence[RoleWeight], now: Block) -> int:
-    """How many roles have the weight in a block."""
-    return sum(any(layer.fingerprint == one.projection.fingerprint for layer in now.projections[one.role]) for one in weights)
+def _marks(block: Block, known: Mapping[str, int]) -> set[str]:
+    """Fingerprints of the layers of a block, and where one is not known, of those parts of it that may be packed projections."""
+    layers = {one.fingerprint: one.matrix_IO for several in block.projections.values() for one in several}
+    return {*layers} | {
+        fingerprint(matrix_IO[:, start : start + width])
+        for mark, matrix_IO in layers.items()
+        if mark not in known
+        for width in set(known.values())
+        for start in range(0, matrix_IO.shape[1] - width + 1, math.gcd(width, matrix_IO.shape[1]))
+    }
+
+
+def _are_alike(was: Block, now: Block) -> int:
+    """Whether both or none lie inside of a subgraph, and whether they lead to the same outputs."""
+    return ((was.status is Status.AMBIGUOUS) == (now.status is Status.AMBIGUOUS)) + (was.place.outputs == now.place.outputs)
 
 
 def _depth(block: Block) -> tuple[int, int, list[int], int]:
-    """A key that orders blocks as data flow."""
+    """A key that orders blocks as the data flow."""
     place = block.place
     return len(place.above), -len(place.below), sorted(place.outputs), block.index
 

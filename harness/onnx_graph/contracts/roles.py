@@ -168,7 +168,8 @@ class RoleWeights(RoleContract):
         compared = [self._compare(pair, one, pair.counterparts.get(one.block)) for one in pair.baseline.weights.values()]
         kept = [one for one, finding in zip(pair.baseline.weights.values(), compared, strict=True) if finding is None]
         new = list(self._new(pair)) if len(pair.census_after.read) > len(pair.baseline.census.read) else []
-        return [*unread, *new, *(finding for finding in compared if finding is not None), *self._taken(pair, kept), *self._moved(pair, kept)]
+        lost = [finding for finding in compared if finding is not None]
+        return [*unread, *new, *lost, *self._taken(pair, kept), *self._moved(pair, kept)]
 
     def _new(self, pair: Pair) -> Iterator[Finding]:
         """Blocks that were none before: there is nothing to hold their weights against."""
