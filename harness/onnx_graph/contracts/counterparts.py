@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from operator import itemgetter
 
 from harness.onnx_graph.census.baseline import Baseline
-from harness.onnx_graph.census.census import Block, Census, Status
+from harness.onnx_graph.census.census import Block, Census
 from harness.onnx_graph.census.projections import fingerprint
 
 
@@ -47,15 +47,15 @@ class _Match:
         self.found |= zip((was for was in self._before if was not in self.found), left, strict=False)
 
     def _in_order(self, before: Sequence[Block], after: Sequence[Block]) -> dict[int, Block]:
-        """Align two sequences, so that most weights are kept, then most blocks are found, then most are alike."""
-        start: tuple[tuple[int, int, int], dict[int, Block]] = ((0, 0, 0), {})
+        """Align two sequences, so that most weights are kept, and then most blocks are found."""
+        start: tuple[tuple[int, int], dict[int, Block]] = ((0, 0), {})
         row = [start] * (len(after) + 1)
         for was in before:
             above, row = row, [start]
             for at, now in enumerate(after):
-                (kept, count, alike), found = above[at]
-                sums = kept + self._num_kept[was.index][now], count + 1, alike + _are_alike(was, now)
-                row.append(max(row[-1], above[at + 1], (sums, found | {was.index: now}), key=itemgetter(0)))
+                (kept, count), found = above[at]
+                taken = (kept + self._num_kept[was.index][now], count + 1), found | {was.index: now}
+                row.append(max(row[-1], above[at + 1], taken, key=itemgetter(0)))
         return row[-1][1]
 
     def is_amiss(self, was: Block) -> bool:
@@ -94,15 +94,10 @@ def _marks(block: Block, known: Mapping[str, int]) -> set[str]:
     }
 
 
-def _are_alike(was: Block, now: Block) -> int:
-    """Whether both or none lie inside of a subgraph, and whether they lead to the same outputs."""
-    return ((was.status is Status.AMBIGUOUS) == (now.status is Status.AMBIGUOUS)) + (was.place.outputs == now.place.outputs)
-
-
-def _depth(block: Block) -> tuple[int, int, list[int], int]:
-    """A key that orders blocks as the data flow."""
+def _depth(block: Block) -> tuple[list[int], int, int, int]:
+    """A key that orders blocks as the data flow, what leads to the same outputs together."""
     place = block.place
-    return len(place.above), -len(place.below), sorted(place.outputs), block.index
+    return sorted(place.outputs), len(place.above), -len(place.below), block.index
 
 
 def same_order(was: Block, now: Block, other: int, other_now: Block) -> bool:

@@ -18,7 +18,7 @@ from harness.onnx_graph.contracts.roles import RoleWeights, SeparateQKV
 WIDTH = 8
 FLOAT, LOCAL = TensorProto.FLOAT, "local"
 MATRICES = {
-    f"{role}{name}": np.random.default_rng(ord(name) + 7 * ord(role)).standard_normal((WIDTH, WIDTH)) for role in "qkv" for name in "ABC"
+    f"{role}{name}": np.random.default_rng(ord(name) + 7 * ord(role)).standard_normal((WIDTH, WIDTH)) for role in "qkv" for name in "ABCD"
 }
 
 
@@ -158,19 +158,41 @@ def test_a_packed_block_is_known_by_the_columns_it_holds() -> None:
     assert [one.text.count("found packed as columns") for one in separate.findings] == [1] * 6, separate
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_equal_towers_are_told_apart_by_their_outputs_in_whatever_order_the_nodes_are_listed(order: tuple[int, int]) -> None:
-    def towers(texts: Sequence[str], listed: Sequence[int]) -> onnx.ModelProto:
-        graph, outputs = _Graph(), ["", ""]
-        for tower in listed:
-            outputs[tower] = "x"
-            for number, block in enumerate(_blocks(texts[tower])):
-                outputs[tower] = graph.add(f"t{tower}b{number}", outputs[tower], block)
-        return graph.model(outputs)
+def test_blocks_in_reverse_order_are_all_found_and_all_moved() -> None:
+    _, weights = _both(_blocks("A B C D"), _blocks("D C B A"))
+    assert [one.block for one in weights.findings] == [0, 1, 2] and weights.message.count("elsewhere in the data flow") == 3, weights
 
-    before, after = towers(["A A", "A A"], (0, 1)), towers(["A A", "A:qkv A"], order)
+
+def _towers(texts: Sequence[str], listed: Sequence[int] = (0, 1), joined: bool = False) -> onnx.ModelProto:
+    """Two chains of blocks over one input; the nodes of which is listed first makes no difference."""
+    graph, outputs = _Graph(), ["", ""]
+    for tower in listed:
+        outputs[tower] = "x"
+        for number, block in enumerate(_blocks(texts[tower])):
+            outputs[tower] = graph.add(f"t{tower}b{number}", outputs[tower], block)
+    if joined:
+        graph.nodes.append(helper.make_node("Add", outputs, ["sum"]))
+    return graph.model(["sum"] if joined else outputs)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_equal_towers_are_told_apart_by_their_outputs(order: tuple[int, int]) -> None:
+    before, after = _towers(["A A", "A A"]), _towers(["A A", "A:qkv A"], order)
     for contract in (SeparateQKV(), RoleWeights()):
         assert _violated(contract.check(before, after)) == {2}
+
+
+@pytest.mark.parametrize(("before", "packed"), [(["A B", "A C"], {3}), (["A B B", "A B C"], {5}), (["B A", "C A"], {3})])
+def test_equal_blocks_of_two_towers_are_told_apart_by_those_that_differ(before: list[str], packed: set[int]) -> None:
+    after = [before[0], f"{before[1]}:kv"]
+    result = RoleWeights().check(_towers(before, joined=True), _towers(after, (1, 0), joined=True))
+    assert _violated(result) == packed and "data flow" not in result.message, result
+
+
+@pytest.mark.parametrize(("after", "gone"), [(["A", "A A"], {0, 1}), (["A A", "A"], {2, 3})])
+def test_a_block_that_is_gone_is_gone_from_its_tower(after: list[str], gone: set[int]) -> None:
+    result = RoleWeights().check(_towers(["A A", "A A"]), _towers(after))
+    assert len(lost := {one.block for one in result.findings}) == 1 and lost < gone and result.holding is Holding.NOT_ANALYSED, result
 
 
 @pytest.mark.parametrize("seed", range(12))
