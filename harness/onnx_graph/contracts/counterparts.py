@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from operator import itemgetter
 
@@ -15,8 +16,9 @@ def counterparts(before: Baseline, after: Census) -> dict[int, Block]:
     """Find each block again.
 
     Several may have the same weights, and some have none that can be read (absorbed, inside of a Loop). So the blocks are matched all
-    together: as many roles as can be have their weights, as layers of their own or packed, then as few blocks as can be lie elsewhere in
-    the data flow. They are matched in its order first, then two exchange their counterparts as long as that is better.
+    together: as many weights as can be are kept, in layers of their own or packed, then as many as can be of those above and below, then
+    as few blocks as can be lie elsewhere in the data flow. They are aligned in its order first, then two exchange their counterparts as
+    long as that is better.
 
     Args:
         before: as exported.
@@ -37,30 +39,32 @@ class _Match:
     def __init__(self, before: Baseline, after: Census) -> None:
         self._before = {block.index: block for block in before.census.read}
         known = {one.projection.fingerprint: one.projection.shape[1] for one in before.weights.values()}
-        held = {now: _marks(now, known) for now in after.read}
-        self._num_kept = {
-            was: {now: sum(one.projection.fingerprint in marks for one in before.of_block(was)) for now, marks in held.items()}
-            for was in self._before
-        }
+        had = {was: {one.projection.fingerprint for one in before.of_block(was)} for was in self._before}
+        held = {now.index: _marks(now, known) & known.keys() for now in after.read}
+        around = [_around(before.census.read, had), _around(after.read, held)]
+        kept = {(was, now): len(had[was] & held[now]) for was in had for now in held}
+        self._fits = {pair: (num, (around[0][pair[0]] & around[1][pair[1]]).total() if num else 0) for pair, num in kept.items()}
         self.found = self._in_order(sorted(before.census.read, key=_depth), sorted(after.read, key=_depth))
         left = [now for now in after.read if now not in self.found.values()]
         self.found |= zip((was for was in self._before if was not in self.found), left, strict=False)
 
     def _in_order(self, before: Sequence[Block], after: Sequence[Block]) -> dict[int, Block]:
-        """Align two sequences, so that most weights are kept, and then most blocks are found."""
-        start: tuple[tuple[int, int], dict[int, Block]] = ((0, 0), {})
+        """Align two sequences, so that most weights are kept, then most of them around each block, and then most blocks are found."""
+        start: tuple[tuple[int, int, int], dict[int, Block]] = ((0, 0, 0), {})
         row = [start] * (len(after) + 1)
         for was in before:
             above, row = row, [start]
             for at, now in enumerate(after):
-                (kept, count), found = above[at]
-                taken = (kept + self._num_kept[was.index][now], count + 1), found | {was.index: now}
+                (kept, near, count), found = above[at]
+                more, nearer = self._fits[was.index, now.index]
+                taken = (kept + more, near + nearer, count + 1), found | {was.index: now}
                 row.append(max(row[-1], above[at + 1], taken, key=itemgetter(0)))
         return row[-1][1]
 
     def is_amiss(self, was: Block) -> bool:
-        """Whether a block has not the weights that it could have, or lies elsewhere than before."""
-        return self._cost(self.found, {was.index}) > (-max(self._num_kept[was.index].values(), default=0), 0)
+        """Whether a block has fewer of its weights than another one has, or lies elsewhere than before."""
+        kept, _, moved = self._cost(self.found, {was.index})
+        return bool(moved) or -kept < max(most for (index, _), (most, _) in self._fits.items() if index == was.index)
 
     def improve(self, was: Block, now: Block) -> bool:
         """Give a block this counterpart, and what it had to the block that has this one, if that is better."""
@@ -73,13 +77,14 @@ class _Match:
         self.found = changed if is_better else self.found
         return is_better
 
-    def _cost(self, found: Mapping[int, Block], touched: Set[int]) -> tuple[int, int]:
-        """What these blocks add to the roles that have their weight, as a negative number, and to the places that are not as before."""
+    def _cost(self, found: Mapping[int, Block], touched: Set[int]) -> tuple[int, int, int]:
+        """What these blocks add to the weights kept and those kept around them, as negative numbers, and to the places not as before."""
         matched = [(self._before[index], found[index]) for index in touched if index in found]
         pairs = [(was, now, other) for was, now in matched for other in found if other not in touched or other > was.index]
         moved = [not same_order(was, now, other, found[other]) for was, now, other in pairs]
         moved += [was.place.outputs != now.place.outputs for was, now in matched]
-        return -sum(self._num_kept[was.index][now] for was, now in matched), sum(moved)
+        fits = [self._fits[was.index, now.index] for was, now in matched]
+        return -sum(kept for kept, _ in fits), -sum(near for _, near in fits), sum(moved)
 
 
 def _marks(block: Block, known: Mapping[str, int]) -> set[str]:
@@ -91,6 +96,19 @@ def _marks(block: Block, known: Mapping[str, int]) -> set[str]:
         if mark not in known
         for width in set(known.values())
         for start in range(0, matrix_IO.shape[1] - width + 1, math.gcd(width, matrix_IO.shape[1]))
+    }
+
+
+def _around(blocks: Sequence[Block], marks: Mapping[int, Set[str]]) -> dict[int, Counter[tuple[str, str]]]:
+    """How often each weight lies in the blocks above and below each block."""
+    return {
+        block.index: Counter(
+            (side, mark)
+            for side, others in (("above", block.place.above), ("below", block.place.below))
+            for other in others
+            for mark in marks.get(other, ())
+        )
+        for block in blocks
     }
 
 
