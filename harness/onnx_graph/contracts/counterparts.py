@@ -16,9 +16,8 @@ def counterparts(before: Baseline, after: Census) -> dict[int, Block]:
     """Find each block again.
 
     Several may have the same weights, and some have none that can be read (absorbed, inside of a Loop). So the blocks are matched all
-    together: as many weights as can be are kept, in layers of their own or packed, then as many as can be of those above and below, then
-    as few blocks as can be lie elsewhere in the data flow. They are aligned in its order first, then two exchange their counterparts as
-    long as that is better.
+    together: first aligned in the order of the data flow by what they and the blocks around them hold, packed or not, then two exchange
+    their counterparts as long as more weights are kept, or as many and fewer pairs lie otherwise in the data flow than before.
 
     Args:
         before: as exported.
@@ -63,8 +62,8 @@ class _Match:
 
     def is_amiss(self, was: Block) -> bool:
         """Whether a block has fewer of its weights than another one has, or lies elsewhere than before."""
-        kept, _, moved = self._cost(self.found, {was.index})
-        return bool(moved) or -kept < max(most for (index, _), (most, _) in self._fits.items() if index == was.index)
+        kept, moved = self._cost(self.found, {was.index})
+        return bool(moved) or -kept < max((most for (index, _), (most, _) in self._fits.items() if index == was.index), default=0)
 
     def improve(self, was: Block, now: Block) -> bool:
         """Give a block this counterpart, and what it had to the block that has this one, if that is better."""
@@ -77,14 +76,12 @@ class _Match:
         self.found = changed if is_better else self.found
         return is_better
 
-    def _cost(self, found: Mapping[int, Block], touched: Set[int]) -> tuple[int, int, int]:
-        """What these blocks add to the weights kept and those kept around them, as negative numbers, and to the places not as before."""
+    def _cost(self, found: Mapping[int, Block], touched: Set[int]) -> tuple[int, int]:
+        """What these blocks add to the weights kept, as a negative number, and to the pairs in another order than before."""
         matched = [(self._before[index], found[index]) for index in touched if index in found]
         pairs = [(was, now, other) for was, now in matched for other in found if other not in touched or other > was.index]
         moved = [not same_order(was, now, other, found[other]) for was, now, other in pairs]
-        moved += [was.place.outputs != now.place.outputs for was, now in matched]
-        fits = [self._fits[was.index, now.index] for was, now in matched]
-        return -sum(kept for kept, _ in fits), -sum(near for _, near in fits), sum(moved)
+        return -sum(self._fits[was.index, now.index][0] for was, now in matched), sum(moved)
 
 
 def _marks(block: Block, known: Mapping[str, int]) -> set[str]:
