@@ -147,6 +147,13 @@ def test_the_block_that_is_gone_is_named_and_no_other_one(before: str, after: st
     assert separate.holding is Holding.VIOLATED and "cannot be found again" in separate.message
 
 
+def test_where_no_block_is_left_all_are_gone() -> None:
+    rest = _Graph()
+    rest.nodes.append(helper.make_node("Identity", ["x"], ["y"]))
+    result = RoleWeights().check(_chain(_blocks("A A")), rest.model(["y"]))
+    assert {one.block for one in result.findings if one.text.endswith("no such block")} == {0, 1}
+
+
 @pytest.mark.parametrize(("after", "moved"), [("A B A", {1}), ("B A A", {0, 1}), ("A A B", set())])
 def test_weights_that_are_exchanged_are_still_seen_among_equal_blocks(after: str, moved: set[int]) -> None:
     separate, weights = _both(_blocks("A A B"), _blocks(after))
