@@ -59,7 +59,7 @@ MUTANTS: Sequence[Mutant] = (
         "modifiers_unseen",
         "modifiers of one's own are not looked at",
         "number_of_modifier",
-        "guards.python_state:_roots",
+        "guards.python_state:_roots_beside",
         "if not isinstance(modifier, HasPlanKey) and",
         "if False and",
     ),
