@@ -110,6 +110,18 @@ class OnlineRotation:
         return self._placed[place].turn(x_ND.to(place[1]), back=self.back).to(x_ND.dtype)
 
 
+def sees_outputs(module: nn.Module) -> bool:
+    """Say whether a hook asks for what a module gives; the rotation of its output is a part of its forward.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True where one does.
+    """
+    return any(not isinstance(hook, OnlineRotation) for hook in module._forward_hooks.values())
+
+
 def online_rotations(module: nn.Module) -> list[OnlineRotation]:
     """Name the rotations of a module.
 

@@ -192,8 +192,9 @@ class TrainingRun:
             session = held.enter_context(self._session(state)) if self.modifiers else None
             if session is not None:
                 session.initialize()
-                if self.place.output_dir is not None:
-                    state.report.notes += check_saveable(session.modifiers, self.loaded.model, self.save_dtype)
+            if self.place.output_dir is not None:
+                modifiers = () if session is None else session.modifiers
+                state.report.notes += check_saveable(modifiers, self.loaded.model, self.save_dtype)
             self._check_room()
             trainer = self._trainer(session)
             loop = Loop(trainer, self.order, self.held_out, self.num_steps, self.settings, states, shows=self.shows, monitor=self.monitor)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
+from compressor.nn.online_rotation import sees_outputs
 from compressor.random_state import RandomState
 from compressor.tracing.footprint import Stirred
 from compressor.tracing.graph.nodes import ROOT
@@ -327,7 +328,7 @@ class GraphRun:
     def _shown(self, program: Program, segment: int, stop: Stop) -> list[fx.Node] | None:
         """What must run for the pre-hooks of a stage, where nobody asks for more than these see; else None."""
         modules = [self.model.get_submodule(name) for name in stop.targets]
-        asked = any(module._forward_hooks or next(module.children(), None) is not None for module in modules)
+        asked = any(next(module.children(), None) is not None or sees_outputs(module) for module in modules)
         if asked or OF_ALL_MODULES._global_forward_hooks or OF_ALL_MODULES._global_forward_pre_hooks or program.spans[segment] != segment:
             return None
         key = (id(program), segment)

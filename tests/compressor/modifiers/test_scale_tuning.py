@@ -17,7 +17,7 @@ from transformers import (
 from compressor import load_compressed, oneshot
 from compressor.algorithms.scale_tuning import FixedCodes, divergence, move_gradient, moved_scale, scaled_weight, sum_by_scale
 from compressor.errors import CalibrationError, NumericsError, RecipeError, SchemeError, TracingError
-from compressor.modifiers.quantization import QuantizationModifier
+from compressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from compressor.modifiers.scale_tuning import ScaleTuningModifier
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.nn import QuantizedLayer
@@ -184,16 +184,16 @@ def test_a_base_whose_outputs_are_no_numbers_is_nothing_to_aim_at(learned: str) 
         oneshot(model, recipe=modifiers, dataset=ids)
 
 
-@pytest.mark.nightly
 def test_a_compiled_layer_is_refused_in_our_words() -> None:
     model: Any = tiny.llama()
     model.model.layers[0] = torch.compile(model.model.layers[0], backend="eager")
     groups = {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16, "strategy": "group"}}}
-    recipe = [QuantizationModifier(config_groups=groups, ignore=["lm_head"]), ScaleTuningModifier(steps=2)]
+    recipe = [GPTQModifier(config_groups=groups, ignore=["lm_head"]), ScaleTuningModifier(steps=2)]
     with pytest.raises(TracingError, match=r"layers\.0: is compiled, .* give the model as it was before torch.compile"):
         oneshot(model, recipe=recipe, dataset=torch.randint(64, (8, 16)))
 
 
+@pytest.mark.nightly
 def test_logits_behind_a_soft_cap_are_kept_whole() -> None:
     gemma = tiny.gemma2(
         vocab_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=16, initializer_range=0.2, final_logit_softcapping=5.0

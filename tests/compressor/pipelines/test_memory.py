@@ -14,7 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from compressor import GPTQModifier, oneshot, pages
+from compressor import GPTQModifier, QuIPModifier, oneshot, pages
+from compressor.lifecycle import Modifier
 from compressor.model.checkpoints.audit import tensor_digests
 from compressor.model.headers import write_tensors
 from compressor.nn import QuantizedLayer
@@ -189,11 +190,14 @@ def test_an_allocator_that_the_user_set_up_is_left_alone(name: str, monkeypatch:
     assert not bound_heap()
 
 
-@pytest.mark.parametrize(("target", "num_wide"), [("propagated", 4), ("base", 0)])
-def test_few_samples_wait_with_wide_inputs(monkeypatch: pytest.MonkeyPatch, target: str, num_wide: int) -> None:
+@pytest.mark.parametrize(
+    ("target", "num_wide", "before"), [("propagated", 4, []), ("base", 0, []), ("base", 0, [QuIPModifier(rotations=["v", "u"])])]
+)
+def test_few_samples_wait_with_wide_inputs(monkeypatch: pytest.MonkeyPatch, target: str, num_wide: int, before: list[Modifier]) -> None:
     """The down projection reads 96 features, all else 32: four streams of 32 would wait before it, and three may.
 
-    Beside the uncompressed model, whose samples have the last numbers, none waits there. What waits before a norm is what it reads.
+    Beside the uncompressed model, whose samples have the last numbers, none waits there, turned outputs or not. What waits before a norm
+    is what it reads.
     """
     model = tiny.llama(intermediate_size=96)
     wide: set[int] = set()
@@ -210,7 +214,7 @@ def test_few_samples_wait_with_wide_inputs(monkeypatch: pytest.MonkeyPatch, targ
 
     monkeypatch.setattr(ActivationStore, "put", noting)
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16, "strategy": "group"}}
-    recipe = GPTQModifier(config_groups={"group_0": group}, ignore=["lm_head"], target=target)
+    recipe = [*before, GPTQModifier(config_groups={"group_0": group}, ignore=["lm_head"], target=target)]
     oneshot(model, recipe=recipe, dataset=torch.randint(64, (12, 8), generator=torch.Generator().manual_seed(0)), batch_size=2)
     assert wide == set(range(num_wide))
     assert max(most) <= 3 * 6 * 32

@@ -21,7 +21,7 @@ class Rows:
 
     kind, name, column_multiple, scale_rule = "quantizer", "rows", 1, "max_code"
     dtypes: ClassVar = (torch.float32,)
-    tags: ClassVar = frozenset({"local", "covers"})
+    tags: ClassVar = frozenset({"local", "covers", "homogeneous"})
 
     def __init__(self, grid: Tensor, stored: torch.dtype | None = None, scale: torch.dtype = torch.float32) -> None:
         self.code_values, self.stored_scale, self._scale = grid, stored, scale

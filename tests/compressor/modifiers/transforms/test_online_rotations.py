@@ -112,6 +112,8 @@ def test_transformers_does_not_apply_the_rotation_and_the_run_says_so(quantizers
     result = run(tmp_path / "base", tmp_path / "out", R4, *quantizers)
     assert "transformers applies no transform_config" in result.report.notes[-1]
     if not quantizers:
+        with pytest.warns(UserWarning, match="transformers applies no transform_config"):
+            train(result.model, dataset=IDS, steps=1, batch_size=2, max_seq_length=16, output_dir=tmp_path / "trained")
         later = oneshot(result.model, recipe=QuantizationModifier(config_groups=GROUPS, ignore=["lm_head"]))
         assert any("transformers applies no transform_config" in note for note in later.report.notes), later.report.notes
     if not quantizers and Version(transformers.__version__) < Version("5.23"):
