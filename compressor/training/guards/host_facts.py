@@ -53,13 +53,9 @@ def host_facts(step: TrainStep) -> dict[str, object]:
     facts: dict[str, object] = dict(settings(step))
     for name, module in step.model.named_modules():
         facts[f"module {name or 'model'}"] = _module_facts(module)
-    for name, parameter in step.parameters().items():
-        after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        facts[f"parameter {name}"] = (
-            parameter.requires_grad,
-            *map(Same, (parameter._backward_hooks or {}).values()),
-            *map(Same, (after or {}).values()),
-        )
+    facts |= {f"parameter {name}": _gradient_facts(parameter) for name, parameter in step.parameters().items()}
+    for name, buffer in step.model.named_buffers():  # the gradients of parameters are tensors of the step
+        facts[f"buffer {name}"] = {**_gradient_facts(buffer), "grad": Same(buffer.grad)}
     facts |= _optimizer_facts(step)
     for name, getter in variables(step):
         facts[name] = frozen(getter())
@@ -159,6 +155,12 @@ def _module_facts(module: nn.Module) -> dict[str, object]:
     return facts
 
 
+def _gradient_facts(tensor: Tensor) -> dict[str, object]:
+    hooks = (getattr(tensor, kind, None) or {} for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    found = tuple(Same(hook) for some in hooks for hook in some.values())
+    return {"requires_grad": tensor.requires_grad, "retains_grad": tensor.retains_grad, **({"hooks": found} if found else {})}
+
+
 def _spell(before: Any, after: Any) -> str:
     if isinstance(before, dict) and isinstance(after, dict):
         key = next(key for key in {**before, **after} if before.get(key, MISSING) != after.get(key, MISSING))
@@ -172,7 +174,7 @@ def _spell(before: Any, after: Any) -> str:
     return f"{before!r} and is now {'another of the same kind' if same else repr(after)}"
 
 
-_parameter_facts = operator.attrgetter("grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_tensor_facts = operator.attrgetter("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _step_facts = operator.attrgetter("model", "optimizer", "session", "loss_fn", "accumulate", "clip_norm", "autocast", "averages")
 
 
@@ -187,6 +189,7 @@ class Identities:
     def __init__(self, step: TrainStep) -> None:
         self._step, self._device = step, step.device.type
         self._parameters = list(step.parameters().values())
+        self._learning: list[Tensor] = [*self._parameters, *step.model.buffers()]  # a buffer may be asked for its gradient, too
         self._modifiers = [modifier for modifier in step.modifiers if isinstance(modifier, HasTensors)]
         self._getters = [getter for _, getter in variables(step, with_modules=True)]
         self._arrays = arrays(step)
@@ -226,7 +229,8 @@ class Identities:
         objects += map(type, self._owners)
         objects += chain.from_iterable(map(operator.call, self._attributes))
         objects += chain.from_iterable(self._views)
-        objects += chain.from_iterable(map(_parameter_facts, self._parameters))
+        objects += chain.from_iterable(map(_tensor_facts, self._learning))
+        objects += [group["params"] for group in self._step.optimizer.param_groups]  # the lists: another may have taken their place
         objects += map(operator.call, self._getters)
         for modifier in self._modifiers:
             objects += modifier.training_tensors().values()
@@ -268,8 +272,7 @@ def _tables(step: TrainStep) -> Iterator[Any]:
     yield from () if step.averages is None else _nested(step.averages.__dict__)
     for tensor in (*step.parameters().values(), *step.model.buffers()):
         yield vars(tensor)
-    for parameter in step.parameters().values():
-        yield from (hooks for hooks in _parameter_facts(parameter)[2:] if hooks is not None)
+        yield from (hooks for hooks in _tensor_facts(tensor)[3:] if hooks is not None)
 
 
 def _own_attributes(table: dict[str, Any]) -> operator.itemgetter[Any]:

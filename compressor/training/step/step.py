@@ -119,8 +119,8 @@ class TrainStep:
 
     @property
     def device(self) -> torch.device:
-        """Where the first trained parameter lies."""
-        return self.trained[0].device
+        """Where the first trained parameter lies; the first that was, where none is left in the optimizer, or all are frozen."""
+        return (self.trained or list(self._gradients))[0].device
 
     @property
     def modifiers(self) -> Sequence[Modifier]:

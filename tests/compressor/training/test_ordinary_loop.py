@@ -99,6 +99,13 @@ def unfreeze_late(number: int, at: SimpleNamespace) -> None:
         at.forget()
 
 
+def empty_groups(number: int, at: SimpleNamespace) -> None:
+    if number == 8:
+        for group in at.optimizer.param_groups:
+            group["params"] = []
+        at.forget()
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize(
     ("batches", "between"),
@@ -108,13 +115,24 @@ def unfreeze_late(number: int, at: SimpleNamespace) -> None:
         (batch_at, freeze),
         (batch_at, unfreeze_late),
         (batch_at, drop_gradients),
+        (batch_at, empty_groups),
     ],
-    ids=["unused layer", "heads in turns", "freeze and thaw", "thaw", "zero_grad between steps"],
+    ids=["unused layer", "heads in turns", "freeze and thaw", "thaw", "zero_grad between steps", "emptied groups"],
 )
 def test_what_the_loss_does_not_reach_stays(make: Any, batches: Any, between: Any) -> None:
     expected = trained("ordinary", make, batches, between)
     for mode in MODES:
         assert same(trained(mode, make, batches, between), expected), mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_that_was_frozen_whole_is_refused_as_an_ordinary_loop_does(mode: str) -> None:
+    model = Heads()
+    trainer = Trainer(TrainStep(model, classify, optim.SGD(model.parameters(), lr=0.1)), mode)
+    trainer.train_step(batch_at(0))
+    model.requires_grad_(False)
+    with pytest.raises(UserInputError, match="its loss has no gradient"):
+        trainer.train_step(batch_at(1))
 
 
 def order(number: int) -> dict[str, Any]:

@@ -85,6 +85,10 @@ def _reversed(table):
     table.update(content)
 
 
+def _gradient_of_a_buffer(trainer):
+    trainer.step.model.centre.grad = torch.ones(2)
+
+
 def _threads(trainer):
     torch.set_num_threads(torch.get_num_threads() + 1)
 
@@ -101,6 +105,9 @@ CHANGES = {
     "a new attribute of a parameter": (lambda t: setattr(t.step.model.first.weight, "scale", 2.0), GuardDriftError),
     "a number of threads": (_threads, GuardDriftError),
     "a hook of a parameter": (lambda t: t.step.model.first.weight.register_hook(lambda grad: grad), GuardDriftError),
+    "a buffer that needs a gradient": (lambda t: t.step.model.centre.requires_grad_(), GuardDriftError),
+    "a gradient of a buffer": (_gradient_of_a_buffer, GuardDriftError),
+    "a hook of a buffer": (lambda t: t.step.model.scale.register_hook(lambda grad: grad), GuardDriftError),
     "a hook after accumulation": (lambda t: t.step.model.last.bias.register_post_accumulate_grad_hook(print), GuardDriftError),
 }
 
@@ -109,6 +116,8 @@ CHANGES = {
 def test_whatever_is_exchanged_stops_the_next_step(new_trainer, cases, traversal, name):
     change, error = CHANGES[name]
     trainer = new_trainer(cases["mlp"], "replay", ema=True)
+    trainer.step.model.register_buffer("centre", torch.zeros(2))
+    trainer.step.model.register_buffer("scale", torch.ones(2, requires_grad=True))
     threads = torch.get_num_threads()
     for number in range(5):
         trainer.train_step(cases["mlp"].batch_at(number))
@@ -119,6 +128,19 @@ def test_whatever_is_exchanged_stops_the_next_step(new_trainer, cases, traversal
             trainer.train_step(cases["mlp"].batch_at(5))
     finally:
         torch.set_num_threads(threads)
+
+
+def test_another_list_of_parameters_is_seen_where_the_update_runs_in_python(cases):
+    torch.manual_seed(0)
+    model = cases["mlp"].make()
+    step = TrainStep(model, cases["mlp"].loss_fn, torch.optim.SGD(model.parameters(), lr=0.01), clip_norm=0.1)
+    trainer = Trainer(step, "replay", audit_every=0)
+    for number in range(5):
+        trainer.train_step(cases["mlp"].batch_at(number))
+    group = step.optimizer.param_groups[0]
+    group["params"] = group["params"][1:]  # the norm of the capture would count the first one's gradient
+    with pytest.raises(GuardDriftError, match="optimizer group 0: parameters was"):
+        trainer.train_step(cases["mlp"].batch_at(5))
 
 
 class _ClearsItself(torch.optim.SGD):
