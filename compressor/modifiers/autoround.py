@@ -119,7 +119,7 @@ class AutoRoundModifier(SchemeModifier):
         if self.iters:
             check_trainable((*state.model.named_parameters(), *state.model.named_buffers()))
         for block in dict.fromkeys(self._blocks[name] for name in self._pending) if self.iters else ():
-            calls = self._calls[block] = BlockCalls()
+            calls = self._calls[block] = BlockCalls(block)
             module = state.model.get_submodule(block)
 
             def note(module: nn.Module, args: Any, kwargs: Any, calls: BlockCalls = calls) -> None:
@@ -176,8 +176,8 @@ class AutoRoundModifier(SchemeModifier):
                     f"{block}: {left[0]} lies in it and in another stage, but a block is learned at once; leave sequential_targets out"
                 )
             self.remove_hooks(self._block_handles.pop(block, []))
-            calls = self._calls.pop(block, BlockCalls())
-            if not calls.brought_to_first(state.ranks, block) and self.iters:
+            calls = self._calls.pop(block, BlockCalls(block))
+            if not calls.brought_to_first(state.ranks) and self.iters:
                 for name in members:
                     self.fall_back(state, name, "no_tokens", "no calibration token reached it")
             placed = state.ranks.first(partial(self._learn, state, block, members, calls), _PLACED)
@@ -218,9 +218,9 @@ class AutoRoundModifier(SchemeModifier):
             calls.targets, details = [], {_TARGET: "propagated"}
         if calls.calls:
             with without_modifier_hooks(module), frozen(module), ExitStack() as held:
-                loss = BlockLoss(module, calls, state.device, block)
+                loss = BlockLoss(module, calls, state.device)
                 for name, one in floats.items():
-                    held.enter_context(_inputs_rounded(one, self._schemes[name]))
+                    held.enter_context(_inputs_rounded(one, self._schemes[name], name))
                 before, after, best = self._descend(loss, floats, roundings, unreached, state.seed + zlib.crc32(block.encode()))
                 untold = loss.uncalled({name: one for name, one in floats.items() if name in unreached})
         details |= {"block_loss_before": before, "block_loss": after, "best_step": best}
@@ -270,7 +270,7 @@ class AutoRoundModifier(SchemeModifier):
         return codes_RC, qparams, record
 
 
-def _inputs_rounded(module: nn.Module, scheme: QuantizationScheme) -> ExitStack:
+def _inputs_rounded(module: nn.Module, scheme: QuantizationScheme, name: str) -> ExitStack:
     """Round what a layer is handed as its quantized form will, where scales come from the input itself; undone when closed."""
     args, held = scheme.input_activations, ExitStack()
     if args is None or args.dynamic is not True:
@@ -278,7 +278,7 @@ def _inputs_rounded(module: nn.Module, scheme: QuantizationScheme) -> ExitStack:
 
     def rounded(module: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         del module
-        x: Tensor = input_of(given, kwargs, "")
+        x: Tensor = input_of(given, kwargs, name)
         return (through_rounding(x, dynamic_qparams(x, args), args) if x.numel() else x,), {}
 
     held.callback(module.register_forward_pre_hook(rounded, with_kwargs=True).remove)

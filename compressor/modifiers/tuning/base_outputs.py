@@ -60,7 +60,7 @@ class BaseOutputs:
             where: who asks, for errors.
 
         Raises:
-            CalibrationError: the model gives no tensor that could be compared.
+            CalibrationError: the model gives no tensor that could be compared, or another one whenever it is run.
             NumericsError: NaN or infinity in what it gives for a token that counts.
             TracingError: the model is compiled: its head cannot be stopped at.
         """
@@ -85,7 +85,7 @@ class BaseOutputs:
                 rows = leading.shape[0] if leading.dim() else 1
                 shapes = tuple(one.shape for one in (*(batch.values() if isinstance(batch, dict) else batch), kept))
                 if shapes not in known:
-                    known[shapes] = find_axes(batch, kept, rows, lambda one: self._output(batch_to(one, device)))
+                    known[shapes] = find_axes(batch, kept, rows, lambda one: self._output(batch_to(one, device)), f"{where}: the model")
                 tokens = kept[..., 0].numel() if leading.is_floating_point() else leading.numel()
                 axes, mask_axis = known[shapes], None if mask is None else 0
                 self.sequences += cut((batch, kept, mask), rows, tokens, None if axes is None else (*axes, mask_axis))

@@ -45,10 +45,12 @@ class BlockCalls:
     """The calls of one block, batch by batch.
 
     Attributes:
+        name: dotted name of the block, for errors.
         calls: on the stream of the compressed model.
         targets: the batch, and what the uncompressed block gave on the stream of the uncompressed model; empty where nobody asked.
     """
 
+    name: str
     calls: list[BlockCall] = field(default_factory=list)
     targets: list[tuple[int, Tensor]] = field(default_factory=list)
 
@@ -62,21 +64,20 @@ class BlockCalls:
         if state.base_stream:
             return
         inputs = tree_map(_kept, (args, dict(kwargs)))
-        first = _first_of((args, dict(kwargs)), "is handed")
+        first = _first_of((args, dict(kwargs)), f"{self.name}: it is handed")
         mask = None if state.token_mask is None else state.token_mask.cpu()
         self.calls.append(BlockCall(state.batch_index or 0, inputs, mask, tuple(state.batch_shape or first.shape[:2])))
 
     def note_output(self, state: State, output: Any) -> None:
         """Keep what it gave on the stream of the uncompressed model."""
         if state.base_stream:
-            self.targets.append((state.batch_index or 0, _kept(first_tensor(output))))
+            self.targets.append((state.batch_index or 0, _kept(first_tensor(output, self.name))))
 
-    def brought_to_first(self, ranks: Ranks, name: str) -> int:
+    def brought_to_first(self, ranks: Ranks) -> int:
         """Bring the calls of all ranks to the first, in the order of batches. Changes the calls: the others keep none.
 
         Args:
             ranks: of the run.
-            name: dotted name of the block, for errors.
 
         Returns:
             How many there are.
@@ -86,7 +87,7 @@ class BlockCalls:
         """
         if ranks.size == 1:
             return len(self.calls)
-        calls = _of_all(ranks, [_told(one, name) for one in self.calls])
+        calls = _of_all(ranks, [_told(one, self.name) for one in self.calls])
         targets = _of_all(ranks, [[batch, given] for batch, given in self.targets])
         self.calls, self.targets = [_heard(*one) for one in calls], [(batch, given) for batch, given in targets]
         return int(ranks.broadcast(len(self.calls), 0))
@@ -99,24 +100,23 @@ class BlockLoss:
         name: of the block.
     """
 
-    def __init__(self, block: nn.Module, calls: BlockCalls, device: torch.device, name: str) -> None:
+    def __init__(self, block: nn.Module, calls: BlockCalls, device: torch.device) -> None:
         """Compute the targets that are missing with the block as it is now, a forward of all calls, and cut calls into sequences.
 
         Args:
             block: uncompressed.
             calls: of it.
             device: of the model.
-            name: dotted name of the block, for errors.
 
         Raises:
-            CalibrationError: calls on the two streams do not correspond.
+            CalibrationError: calls on the two streams do not correspond, or one gives another output when it is made again.
             NumericsError: NaN or infinity in what the block should give for a token that counts.
         """
-        self._block, self._device, self.name = block, device, name
+        self._block, self._device, self.name = block, device, calls.name
         targets = [given for _, given in calls.targets]
         if not calls.correspond:
             raise CalibrationError(
-                f"{name}: {len(targets)} calls in the uncompressed model and {len(calls.calls)} in the compressed one do not "
+                f"{self.name}: {len(targets)} calls in the uncompressed model and {len(calls.calls)} in the compressed one do not "
                 "correspond; use target='propagated'"
             )
         self._pieces: list[Piece] = []
@@ -126,10 +126,12 @@ class BlockLoss:
             shapes = str(tree_map(lambda one: (one.shape, one.dtype) if isinstance(one, Tensor) else one, (inputs, size[0])))
             given = _kept(self._output(self._to(inputs))) if not targets or shapes not in known else targets[number]
             if shapes not in known:
-                known[shapes] = find_axes(inputs, given, size[0], lambda one: self._output(self._to(one)))
+                known[shapes] = find_axes(inputs, given, size[0], lambda one: self._output(self._to(one)), f"{self.name}: the block")
             target, axes = targets[number] if targets else given, known[shapes]
             if not bool(torch.isfinite(_that_count(target, mask)).all()):
-                raise NumericsError(f"{name}: its calibration outputs hold NaN or infinity; check the model in its own dtype on this data")
+                raise NumericsError(
+                    f"{self.name}: its calibration outputs hold NaN or infinity; check the model in its own dtype on this data"
+                )
             mask_axis = None if mask is None else 0
             tokens = target[..., 0].numel()
             self._pieces += cut((inputs, target, mask), size[0], tokens, None if axes is None else (*axes, mask_axis))
@@ -208,7 +210,7 @@ class BlockLoss:
 
     def _output(self, inputs: Any) -> Tensor:
         args, kwargs = inputs
-        return first_tensor(self._block(*args, **kwargs))
+        return first_tensor(self._block(*args, **kwargs), self.name)
 
 
 def _told(call: BlockCall, name: str) -> list[Any]:
@@ -242,11 +244,12 @@ def _that_count(values: Tensor, mask: Tensor | None) -> Tensor:
     return values if mask is None or mask.shape != values.shape[:-1] else values[mask]
 
 
-def first_tensor(output: Any) -> Tensor:
+def first_tensor(output: Any, name: str) -> Tensor:
     """Return the output itself, or the first tensor in a tuple, a dict or what else torch looks into.
 
     Args:
         output: of a block.
+        name: of the block, for errors.
 
     Returns:
         The hidden states.
@@ -254,14 +257,14 @@ def first_tensor(output: Any) -> Tensor:
     Raises:
         CalibrationError: there is none.
     """
-    return _first_of(output, "gives")
+    return _first_of(output, f"{name}: it gives")
 
 
-def _first_of(tree: Any, how: str) -> Tensor:
+def _first_of(tree: Any, what: str) -> Tensor:
     found = next((one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)), None)
     if found is None:
         kinds = ", ".join(sorted({type(one).__name__ for one in tree_flatten(tree)[0]})) or "nothing"
-        raise CalibrationError(f"AutoRoundModifier: a block {how} {kinds}, in which no tensor can be found; ignore it, or use GPTQModifier")
+        raise CalibrationError(f"{what} {kinds}, in which no tensor can be found; ignore the modules in it, or use GPTQModifier")
     return found
 
 

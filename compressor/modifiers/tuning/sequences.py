@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from compressor.errors import CalibrationError
+
 Axes = tuple[int | None, ...]  # of every leaf of a tree, the dimension in which sequences lie; None: all share it
 
 MOST_TOKENS = 2048  # in a forward with gradients, if it has more than one sequence
 _MOST_WAYS = 32  # that are tried
+_SAME = 0.5  # outputs that are closer than eps to this power are the same
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def joined(pieces: Sequence[Piece]) -> Iterator[Any]:
         yield _together(group)
 
 
-def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], Tensor]) -> Axes | None:
+def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], Tensor], where: str) -> Axes | None:
     """Find out where sequences lie, by running two of them in another order (a single one twice).
 
     Args:
@@ -89,12 +92,16 @@ def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], T
         output: what the call gave.
         num_rows: sequences in it.
         run: gives the output of inputs.
+        where: what is run, for errors; their first words.
 
     Returns:
         Axes of the leaves of (inputs, output): the way that comes closest; None where none comes close.
+
+    Raises:
+        CalibrationError: not even the call itself gives again what it gave.
     """
     eps = torch.finfo(output.dtype).eps
-    best, nearest = None, eps**0.5  # farther away, they are other outputs
+    best, nearest = None, eps**_SAME
     for axes in islice(_ways((inputs, output), num_rows), _MOST_WAYS):
         pieces = cut((inputs, output), num_rows, num_rows, axes)
         if not _alike(pieces[-1], pieces[0]):
@@ -104,6 +111,11 @@ def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], T
             best, nearest = axes, distance
         if distance < eps:
             break
+    if best is None and _distance(run, inputs, output) >= eps**_SAME:
+        raise CalibrationError(
+            f"{where} gives other outputs when it is run again on the same inputs, so that nothing can be learned from them; switch off "
+            "what draws random numbers in its forward, or carries something over to the next"
+        )
     return best
 
 

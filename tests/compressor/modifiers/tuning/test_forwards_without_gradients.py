@@ -51,6 +51,8 @@ class Layer(nn.Module):
             after = self.b(before * before.sigmoid())
             before.data.fill_(3.0)
             return h + after
+        if self.kind == "random":
+            return h + nn.functional.dropout(self.b(torch.relu(self.a(x))), 0.3, training=True)
         if self.kind in CUT:
             return h + torch.relu(self.a(x)) * CUT[self.kind](self.b, x)
         if self.kind == "numpy":
@@ -85,6 +87,13 @@ REFUSED = [
     *((name, kind) for name in TRAINS for kind in ("in place", "in place through data")),
 ]
 REFUSED += [(name, "inference_mode") for name in TRAINS if name != "AutoRound"]  # which calls blocks by themselves
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_a_forward_that_draws_random_numbers_is_told(name: str) -> None:
+    where = "layers.0: the block" if name == "AutoRound" else r"ScaleTuningModifier\[1\]: the model"
+    with pytest.raises(CalibrationError, match=f"{where} gives other outputs when it is run again .*what draws random numbers"):
+        oneshot(Model("random"), recipe=TRAINS[name](), dataset=IDS)
 
 
 @pytest.mark.parametrize(("name", "kind"), REFUSED)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from compressor.errors import CalibrationError
 from compressor.modifiers.tuning.sequences import cut, find_axes, joined
 
 ROWS, HEADS, LENGTH = 4, 4, 6  # as many heads as rows, so that shapes do not tell
@@ -52,7 +54,7 @@ def test_where_sequences_lie_is_found(name: str, transposed: bool) -> None:
         return block(x.transpose(0, 1), given).transpose(0, 1) if transposed else block(x, given)
 
     inputs = HIDDEN.transpose(0, 1) if transposed else HIDDEN, bias
-    axes = find_axes(inputs, run(inputs), ROWS, run)
+    axes = find_axes(inputs, run(inputs), ROWS, run, "block")
     assert axes == (int(transposed), axis, int(transposed))
     pieces = cut((inputs, run(inputs)), ROWS, ROWS * LENGTH, axes)
     together = list(joined([pieces[2], pieces[0], pieces[3]]))
@@ -60,9 +62,18 @@ def test_where_sequences_lie_is_found(name: str, transposed: bool) -> None:
     torch.testing.assert_close(run(together[0][0]), together[0][1])
 
 
+@pytest.mark.parametrize("shape", [(ROWS, LENGTH, 1), (1, LENGTH, 1)], ids=["of each sequence", "of all"])
+def test_a_call_that_draws_random_numbers_is_refused(shape: tuple[int, ...]) -> None:
+    def run(given: Any) -> Tensor:
+        return given * (torch.rand(shape) if len(given) == ROWS else torch.rand(1, LENGTH, 1))
+
+    with pytest.raises(CalibrationError, match="block: it gives other outputs when it is run again on the same inputs"):
+        find_axes(HIDDEN, run(HIDDEN), ROWS, run, "block: it")
+
+
 def test_a_call_whose_sequences_depend_on_each_other_stays_whole() -> None:
     inputs = HIDDEN, rand(1)
-    axes = find_axes(inputs, over_the_batch(*inputs), ROWS, lambda given: over_the_batch(*given))
+    axes = find_axes(inputs, over_the_batch(*inputs), ROWS, lambda given: over_the_batch(*given), "block")
     assert axes is None
     (piece,) = cut(inputs, ROWS, ROWS * LENGTH, axes)
     assert piece.num_rows == ROWS
