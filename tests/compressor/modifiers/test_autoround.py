@@ -316,10 +316,28 @@ def test_a_block_may_be_handed_a_container_that_torch_looks_into(as_dict: bool) 
         oneshot(model, recipe=chosen, dataset=data, sequential_targets=["Layer"], engine="suspend")
 
 
-def test_what_is_pruned_beside_it_is_pruned_block_by_block_and_said() -> None:
+@pytest.mark.parametrize(
+    ("pruning", "learning", "is_said"),
+    [
+        ({"ignore": ["lm_head"]}, {"iters": 2}, True),
+        ({"ignore": ["lm_head"], "target": "base"}, {"iters": 2, "target": "propagated"}, True),
+        ({"targets": ["re:.*(up|down)_proj$"]}, {"iters": 2, "ignore": ["lm_head", "re:.*(up|down)_proj"]}, True),
+        ({"ignore": ["lm_head"]}, {"iters": 0}, False),
+        ({"targets": ["lm_head"]}, {"iters": 2, "ignore": ["re:.*layers.*"]}, False),
+    ],
+    ids=["together", "towards the base", "other modules of the block", "nothing learns", "a block of one module"],
+)
+def test_what_is_pruned_beside_it_is_pruned_block_by_block_and_said(
+    pruning: dict[str, Any], learning: dict[str, Any], is_said: bool
+) -> None:
+    pruner = {"SparseGPTModifier": {"sparsity": 0.5, **pruning}}
+    result = oneshot(llama(), recipe={**pruner, **recipe(**learning)}, dataset=TOKENS)
+    notes = result.report.notes
+    assert is_said is any("were pruned at once, by what it gives unpruned" in note for note in notes), notes
+
+
+def test_what_was_pruned_in_a_run_before_is_not_said_to_be_pruned_at_once() -> None:
     pruning = {"SparseGPTModifier": {"sparsity": 0.5, "ignore": ["lm_head"]}}
-    result = oneshot(llama(), recipe={**pruning, **recipe(iters=2)}, dataset=TOKENS)
-    assert any("were pruned at once, by what it gives unpruned" in note for note in result.report.notes), result.report.notes
     first = oneshot(llama(), recipe=pruning, dataset=TOKENS)
     later = oneshot(first.model, recipe=recipe(iters=2), dataset=TOKENS)
     assert not any("were pruned at once" in note for note in later.report.notes), later.report.notes
