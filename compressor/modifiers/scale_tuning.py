@@ -19,8 +19,9 @@ from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import Detail, StageValue
 from compressor.model.evaluation import evaluation_mode
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
-from compressor.modifiers.tuning.budget import Budget, Outcome, Split, tune
+from compressor.modifiers.tuning.budget import Budget, Outcome, tune
 from compressor.modifiers.tuning.moves import Moves
+from compressor.modifiers.tuning.sequences import Split
 from compressor.tracing.footprint import Footprint
 
 
@@ -105,10 +106,8 @@ class ScaleTuningModifier(Modifier):
         if base is None:
             state.report.notes.append(f"{self.label}: no calibration data was at hand, so nothing was trained")
             return
-        if len(base.sequences) < 2:
-            raise CalibrationError(f"{self.label}: the only batch cannot be cut into sequences; give a second batch, which is held out")
         seed = state.seed % 2**62 if self.seed is None else self.seed
-        split = Split.of(len(base.sequences), self.held_out_frac, seed)
+        split = base.split(self.held_out_frac, seed)
         with evaluation_mode(state.model), Footprint(state.model), state.progress.task("tune scales", total=self.steps) as task:
             moves = Moves(state.model, state.schemes, norms=(lambda: base.error(split.held_out[:1])) if self.tune_norms else None)
             outcome = tune(moves, base, state.model, split, self._budget(seed), lambda note: task.advance(1, note=note))

@@ -30,7 +30,7 @@ from compressor.modifiers.transforms.learned_rotations import LearnedTurns
 from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, outputs_of_model
 from compressor.modifiers.transforms.written_roles import check_written, notes_of_written
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
-from compressor.modifiers.tuning.budget import Budget, Split, tune
+from compressor.modifiers.tuning.budget import Budget, tune
 from compressor.nn import weight_of
 from compressor.nn.attention.kv_cache import kv_scheme_of
 from compressor.nn.build import is_quantizable
@@ -262,7 +262,7 @@ class SpinQuantModifier(RotatingModifier):
             raise CalibrationError(f"{self.label}: {data.num_samples} sequence was given; give at least 2, of which one is held out")
         with Footprint(state.model):
             base = BaseOutputs(state.model, data, state.device, self.label)
-            split = Split.of(len(base.sequences), self.held_out_frac, state.seed % 2**62)
+            split = base.split(self.held_out_frac, state.seed % 2**62)
             keeps_mean = basis is not None and basis.keeps_mean
             moves = LearnedTurns(
                 state.model, () if basis is None else basis.norms, turns, state.schemes, state.device, keeps_mean=keeps_mean

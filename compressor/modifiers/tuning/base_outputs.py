@@ -22,7 +22,7 @@ from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import CalibrationError, NumericsError
 from compressor.modifiers.tuning.gradients import send_back
-from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
+from compressor.modifiers.tuning.sequences import Axes, Piece, Split, cut, find_axes, joined
 from compressor.tracing.picking import check_model
 
 Kind = Literal["hidden", "logits", "states"]
@@ -45,8 +45,8 @@ class BaseOutputs:
     Attributes:
         where: who asks, for errors.
         kind: `hidden`, `logits` or `states`.
-        sequences: in the order of the data, each of (inputs, what the base gave, mask of tokens that count); whole batches where these
-            cannot be cut.
+        sequences: that count a token, in the order of the data, each of (inputs, what the base gave, mask of tokens that count); whole
+            batches where these cannot be cut.
         num_bytes: of what is kept.
     """
 
@@ -89,8 +89,28 @@ class BaseOutputs:
                 tokens = kept[..., 0].numel() if leading.is_floating_point() else leading.numel()
                 axes, mask_axis = known[shapes], None if mask is None else 0
                 self.sequences += cut((batch, kept, mask), rows, tokens, None if axes is None else (*axes, mask_axis))
+        self._num_batches = len(data.batches)
+        self.sequences = [one for one in self.sequences if len(_rows(*_kept_of(one)))]  # what counts no token teaches and judges nothing
         self._counted = [len(_rows(*_kept_of(one))) for one in self.sequences]
         self.num_bytes = sum(_kept_of(one)[0].nbytes for one in self.sequences)
+
+    def split(self, held_out_frac: float, seed: int) -> Split:
+        """Draw what is trained on and what only judges.
+
+        Args:
+            held_out_frac: share of the sequences that judges.
+            seed: of the drawing.
+
+        Returns:
+            Numbers of sequences.
+
+        Raises:
+            CalibrationError: there are not two.
+        """
+        if len(self.sequences) < 2:
+            found = f"{self._num_batches} batches hold {len(self.sequences)} sequences that can be cut out and count a token"
+            raise CalibrationError(f"{self.where}: {found}, and one is held out; give more batches, or masks that let more tokens count")
+        return Split.of(len(self.sequences), held_out_frac, seed)
 
     @property
     def measure(self) -> str:

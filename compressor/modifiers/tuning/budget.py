@@ -15,6 +15,7 @@ from compressor.errors import NumericsError
 from compressor.model.evaluation import check_trainable
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
 from compressor.modifiers.tuning.gradients import saved_values_checked
+from compressor.modifiers.tuning.sequences import Split
 
 _BETAS = (0.9, 0.99)  # of Adam; a hundred steps are too few for a memory of a thousand
 
@@ -47,21 +48,6 @@ class Budget:
             return self.lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - self.warmup)
         return self.lr * (0.55 + 0.45 * math.cos(math.pi * done))
-
-
-@dataclass(frozen=True)
-class Split:
-    """Numbers of the sequences that are trained on, and of those that only judge."""
-
-    trained: list[int]
-    held_out: list[int]
-
-    @classmethod
-    def of(cls, num_sequences: int, held_out_frac: float, seed: int) -> Split:
-        """Draw; at least one sequence of each, where there are two."""
-        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(seed)).tolist()
-        count = min(max(1, round(held_out_frac * num_sequences)), num_sequences - 1)
-        return cls(sorted(order[count:]), sorted(order[:count]))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from compressor.model.folder import some
 from compressor.numerics.checksum import checksum
 
 _WRITES = "its forward writes in place over what gradients need"
+_CUTS = "no_grad, inference_mode, detach, numpy, or torch.utils.checkpoint without use_reentrant=False"
 _INSTEAD = (
     "change the forward, or train nothing: GPTQModifier without mode: best in place of AutoRoundModifier, SpinQuantModifier without "
     "learnable, no ScaleTuningModifier"
@@ -86,7 +87,7 @@ def send_back(output: Tensor, gradient: Tensor | None, where: str) -> None:
         CalibrationError: the forward keeps no gradients, or has written over what they need.
     """
     if not output.requires_grad:
-        raise CalibrationError(f"{where}: its forward keeps no gradients (no_grad, inference_mode, detach or numpy in it); {_INSTEAD}")
+        raise CalibrationError(f"{where}: its forward keeps no gradients ({_CUTS} in it); {_INSTEAD}")
     try:
         output.backward(gradient)
     except RuntimeError as error:

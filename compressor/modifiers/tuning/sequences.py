@@ -174,3 +174,18 @@ def _together(pieces: Sequence[Piece]) -> Any:
     columns = zip(*(piece.leaves for piece in pieces), strict=True)
     leaves = [column[0] if axis is None else torch.cat(column, dim=axis) for column, axis in zip(columns, first.axes, strict=True)]
     return tree_unflatten(leaves, first.spec)
+
+
+@dataclass(frozen=True)
+class Split:
+    """Numbers of the sequences that are trained on, and of those that only judge."""
+
+    trained: list[int]
+    held_out: list[int]
+
+    @classmethod
+    def of(cls, num_sequences: int, held_out_frac: float, seed: int) -> Split:
+        """Draw; at least one sequence of each, where there are two."""
+        order = torch.randperm(num_sequences, generator=torch.Generator().manual_seed(seed)).tolist()
+        count = min(max(1, round(held_out_frac * num_sequences)), num_sequences - 1)
+        return cls(sorted(order[count:]), sorted(order[:count]))

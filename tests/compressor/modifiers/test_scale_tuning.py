@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import (
     LlamaForCausalLM,
     Qwen3MoeForCausalLM,
@@ -127,6 +129,26 @@ def test_padding_counts_nowhere() -> None:
     padded = oneshot(llama(), recipe=recipe(steps=16), dataset=rows, batch_size=8)
     apart = oneshot(llama(), recipe=recipe(steps=16), dataset=rows, batch_size=1)
     assert held_out(note_of(padded)) == pytest.approx(held_out(note_of(apart)), rel=1e-2)
+
+
+@pytest.mark.parametrize("learned", [ScaleTuningModifier(steps=4), SpinQuantModifier(rotations=["R1"], learnable=True, steps=4)], ids=type)
+def test_sequences_that_count_no_token_judge_nothing(learned: Any) -> None:
+    def rows(*counted: int) -> DataLoader[Any]:
+        rows = [{"input_ids": TOKENS[row : row + 1], "loss_mask": torch.full((1, 32), int(row in counted))} for row in range(8)]
+        return DataLoader(rows, batch_size=None)  # type: ignore[arg-type]
+
+    def made(data: DataLoader[Any]) -> str:
+        group = {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": 16, "strategy": "group"}}
+        quantizing = QuantizationModifier(config_groups={"g": group}, ignore=["lm_head"])
+        own = learned.model_copy(deep=True)
+        recipe = [own, quantizing] if isinstance(own, SpinQuantModifier) else [quantizing, own]
+        return " ".join(oneshot(llama(), recipe=recipe, dataset=data).report.notes)
+
+    for counted in [(0, 1), (3, 6), (5, 7)]:
+        note = made(rows(*counted))
+        assert "held-out sequence" in note and not re.search(r"(base.*|model) 0 -> 0|below 0 on", note), note
+    with pytest.raises(CalibrationError, match="8 batches hold 1 sequences that can be cut out and count a token, and one is held out"):
+        made(rows(4))
 
 
 @pytest.mark.parametrize("quantized_head", [False, True])

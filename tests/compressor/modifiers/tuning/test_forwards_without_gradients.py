@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compressor import AutoRoundModifier, GPTQModifier, QuantizationModifier, ScaleTuningModifier, oneshot
 from compressor.errors import CalibrationError, UserInputError
@@ -51,6 +52,8 @@ class Layer(nn.Module):
             after = self.b(before * before.sigmoid())
             before.data.fill_(3.0)
             return h + after
+        if self.kind == "reentrant":
+            return h + checkpoint(lambda one: self.b(torch.relu(self.a(one))), x, use_reentrant=True)
         if self.kind == "random":
             return h + nn.functional.dropout(self.b(torch.relu(self.a(x))), 0.3, training=True)
         if self.kind in CUT:
@@ -84,6 +87,7 @@ TRAINS: dict[str, Callable[[], Any]] = {
 REFUSED = [
     ("AutoRound", "no_grad"),
     ("AutoRound", "numpy"),
+    ("AutoRound", "reentrant"),
     *((name, kind) for name in TRAINS for kind in ("in place", "in place through data")),
 ]
 REFUSED += [(name, "inference_mode") for name in TRAINS if name != "AutoRound"]  # which calls blocks by themselves
@@ -96,10 +100,11 @@ def test_a_forward_that_draws_random_numbers_is_told(name: str) -> None:
         oneshot(Model("random"), recipe=TRAINS[name](), dataset=IDS)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize(("name", "kind"), REFUSED)
 def test_forwards_without_gradients_are_told(name: str, kind: str) -> None:
     torch.manual_seed(0)
-    said = "writes in place over what gradients need" if kind.startswith("in place") else "keeps no gradients"
+    said = "writes in place over what gradients need" if kind.startswith("in place") else r"keeps no gradients .*use_reentrant=False"
     with pytest.raises(
         CalibrationError, match=f"(layers.0|ScaleTuningModifier.*): its forward {said}.*; change the forward, or train nothing: "
     ):
