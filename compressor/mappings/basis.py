@@ -29,6 +29,7 @@ from compressor.mappings.probe import Blocked, Prober, all_experts, caller, find
 from compressor.model.evaluation import evaluation_mode
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
+from compressor.nn.online_rotation import turned_already
 from compressor.progress import Progress, SilentProgress
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.picking import excerpt
@@ -208,6 +209,9 @@ class _Search:
         norm = next((name for name in members if self.is_norm(name)), None)
         if norm is not None:
             raise TargetError(f"{norm} adds to the hidden states what it multiplies channel by channel, and no rotation may pass that")
+        turned = next(((name, why) for name in writers if (why := turned_already(self._prober.modules[name], "output"))), None)
+        if turned is not None:
+            raise TargetError(f"{turned[0]}, which adds to the hidden states, is a layer {turned[1]}")
         uncalled = [
             name
             for name in self._prober.modules
@@ -359,7 +363,6 @@ class Watch:
 
     def _arriving(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            del module
             x, number = input_of(args, kwargs), self._calls.get(name, 0)
             self._calls[name] = number + 1
             known = self._prober.inputs[name]
@@ -371,7 +374,8 @@ class Watch:
                     raise Blocked(f"{name} ({caller()}), which is called on other inputs, too")
                 return None
             if not self.is_changed(x, base):
-                raise Blocked(f"{name} ({caller()}), whose input is something else then")
+                why = turned_already(module, "input") or "whose input is something else then"
+                raise Blocked(f"{name} ({caller()}), {why}")
             if number and name not in self.readers:
                 raise Blocked(f"{name} ({caller()}), which is called on other inputs, too")
             self.readers[name] = None

@@ -41,7 +41,7 @@ def find_inner(model: nn.Module, batch: Batch, device: torch.device, *, progress
         TracingError: the forward fails, or gives other bits when it is run again.
         NumericsError: it gives NaN.
     """
-    prober = Prober(model, batch_to(excerpt(batch, 0), device))
+    prober = Prober(model, batch_to(excerpt(batch, 0), device), in_front=True)  # where a rotation of their inputs will stand, or stands
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
         prober.run_plainly()
         sources: dict[str, str] = {}

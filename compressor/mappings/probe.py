@@ -32,6 +32,7 @@ from compressor.model.targets import owners_of_parameters
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import SortedExperts, UnfusedExperts
+from compressor.nn.online_rotation import turned_already
 from compressor.progress import Progress, SilentProgress
 from compressor.settings.kinds import DEVICE, MODULE, NAMES, PROGRESS
 from compressor.settings.options import checked
@@ -153,8 +154,9 @@ class Prober:
         sources: dotted names of norms and linear layers that the forward calls, in the order of their first calls.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
-        """Take a model and a batch on its device."""
+    def __init__(self, model: nn.Module, batch: Batch, *, in_front: bool = False) -> None:
+        """Take a model and a batch on its device; `in_front` looks at inputs before hooks, and rotations, of the layers do."""
+        self._in_front = in_front
         self.sources: list[str] = []
         self._model, self._batch = model, batch
         self.modules = {name: module for name, module in model.named_modules() if _has_weight(module)}
@@ -209,6 +211,9 @@ class Prober:
         found.refused |= {source: self._unfit(source) for source in sources if source not in fit}
 
     def _unfit(self, source: str) -> str:
+        turned = turned_already(self.modules[source], "output")
+        if turned:
+            return f"it is a layer {turned}"
         offset = self._offset_or_reason(source)
         return offset if isinstance(offset, str) else ""
 
@@ -302,7 +307,7 @@ class Prober:
         with ExitStack() as stack:
             for name, (before, after) in hooks.items():
                 if before is not None:
-                    stack.callback(self.modules[name].register_forward_pre_hook(before, with_kwargs=True).remove)
+                    stack.callback(self.modules[name].register_forward_pre_hook(before, with_kwargs=True, prepend=self._in_front).remove)
                 if after is not None:
                     stack.callback(self.modules[name].register_forward_hook(after).remove)
             return [leaf.detach() for leaf in tree_leaves(_plain(run(self._model, self._batch))) if isinstance(leaf, Tensor)]
@@ -351,7 +356,6 @@ class _Watch:
 
     def _arriving(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            del module
             x, number = input_of(args, kwargs), self._calls.get(name, 0)
             self._calls[name] = number + 1
             known = self._prober.inputs[name]
@@ -367,7 +371,8 @@ class _Watch:
                 if self._reads(name, source, x, base):
                     self.seen.setdefault(name, set()).add(source)
                     return tree_map_only(Tensor, lambda one: base if one is x else one, (args, kwargs))
-            raise Blocked(f"{name} ({caller()}), whose input is no longer a scaled one")
+            why = turned_already(module, "input") or "whose input is no longer a scaled one"
+            raise Blocked(f"{name} ({caller()}), {why}")
 
         return hook
 

@@ -19,6 +19,7 @@ from compressor.algorithms.rotations import Rotation
 from compressor.errors import TargetError
 
 Side = Literal["input", "output"]
+ALREADY = "is turned in every forward already"
 
 
 class OnlineRotation:
@@ -133,6 +134,20 @@ def online_rotations(module: nn.Module) -> list[OnlineRotation]:
     """
     hooks: list[Any] = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
     return [hook for hook in hooks if isinstance(hook, OnlineRotation)]
+
+
+def turned_already(module: nn.Module, side: Side) -> str:
+    """Say why no scale moves, and nothing is turned, past a rotation in the forward.
+
+    Args:
+        module: any module.
+        side: of it.
+
+    Returns:
+        A clause behind the name of the module; nothing where there is no rotation on this side.
+    """
+    group = next((one.group for one in online_rotations(module) if one.side == side), None)
+    return "" if group is None else f"whose {side} {ALREADY} ({group}; put what moves scales or turns weights in front of that)"
 
 
 def rotated_modules(model: nn.Module) -> Mapping[str, list[OnlineRotation]]:

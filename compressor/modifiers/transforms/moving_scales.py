@@ -30,6 +30,7 @@ from compressor.model.experts.format import fused_modules
 from compressor.model.folder import some
 from compressor.model.targets import check_patterns, matches
 from compressor.modifiers.own_forwards import calibration_data, show_inputs
+from compressor.modifiers.transforms.rotating import Turned, body_layers, refuse_behind, turned_by, turned_now
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 from compressor.spelling import suggest
@@ -87,10 +88,27 @@ class ScaleMovingModifier(Modifier):
             raise RecipeError(f"{self.label}: {first} is quantized by a modifier before it; let it stand before those that quantize")
         return True
 
+    def check_apart(self, state: State, before: Sequence[Modifier]) -> None:
+        """Refuse to come behind rotations in the forward of all that is quantized, as far as shapes and the config say.
+
+        Args:
+            state: of a plan; a run sees them on the layers themselves.
+            before: modifiers that stand before it.
+
+        Raises:
+            TargetError: no scale could move.
+        """
+        self._check_in_front(state, turned_by(state.model, before))
+
+    def _check_in_front(self, state: State, turned: Turned) -> None:
+        if self._written is None:
+            refuse_behind(self.label, state.schemes or body_layers(state.model), turned, ("input",))
+
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Find the pairs, take the statistics, move the scales. Changes the model."""
         del event
         self._was_asked = True
+        self._check_in_front(state, turned_now(state.model))
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             pairs = self._pairs(state)
         for taken in in_portions(pairs, lambda pair: self.statistics_bytes(reader_columns(state.model, pair).shape[1])):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -25,10 +25,12 @@ from compressor.mappings.turns import Turn, fold_and_turn
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.online import notes_of_turned
 from compressor.model.checkpoints.save import as_pretrained
+from compressor.model.folder import some
 from compressor.model.loading.sample_batches import sample_batches
+from compressor.model.targets import ends_of
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
-from compressor.nn.online_rotation import OnlineRotation, online_rotations
+from compressor.nn.online_rotation import ALREADY, OnlineRotation, online_rotations, rotated_modules
 from compressor.tracing.picking import excerpt
 
 _MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference of logits that is rounding
@@ -238,8 +240,7 @@ class RotatingModifier(Modifier):
         Raises:
             TargetError: a layer would have two on one side.
         """
-        others = [one for one in before if isinstance(one, RotatingModifier)]
-        taken = {(name, SIDES[group]): group for one in others for name, _, group in one.turned_online(state.model)}
+        taken = turned_by(state.model, before)
         for name, _, group in self.turned_online(state.model):
             if (name, SIDES[group]) in taken:
                 raise self.turned_twice(name, SIDES[group], taken[name, SIDES[group]])
@@ -339,6 +340,70 @@ class RotatingModifier(Modifier):
         fold_and_turn(state.model, (), turns, state.own_tensors)
         for name, hook in hooks:
             state.keep_hook(hook.attach(state.model.get_submodule(name)))
+
+
+Turned = Mapping[tuple[str, str], str]  # name and side of a layer to the rotation there
+
+
+def turned_by(model: nn.Module, modifiers: Iterable[Modifier]) -> Turned:
+    """Say what modifiers will turn in every forward, as far as shapes and the config say.
+
+    Args:
+        model: of a plan.
+        modifiers: of the recipe.
+
+    Returns:
+        Rotations by layer and side.
+    """
+    turning = (one for one in modifiers if isinstance(one, RotatingModifier))
+    return {(name, SIDES[group]): group for one in turning for name, _, group in one.turned_online(model)}
+
+
+def turned_now(model: nn.Module) -> Turned:
+    """Say what is turned in every forward.
+
+    Args:
+        model: of a run.
+
+    Returns:
+        Rotations by layer and side.
+    """
+    return {(name, one.side): one.group for name, found in rotated_modules(model).items() for one in found}
+
+
+def refuse_behind(label: str, layers: Collection[str], turned: Turned, sides: Sequence[str]) -> None:
+    """Refuse what finds nothing to change behind rotations in the forward.
+
+    Args:
+        label: of the modifier.
+        layers: dotted names of all that it may be about.
+        turned: rotations in the forward by layer and side.
+        sides: of a layer, past each of which it cannot go.
+
+    Raises:
+        TargetError: all layers are turned on one of these sides.
+    """
+    for side in sides:
+        groups = dict.fromkeys(turned[name, side] for name in layers if (name, side) in turned)
+        if groups and all((name, side) in turned for name in layers):
+            raise TargetError(
+                f"{label}: the {side} of {some(list(layers))} {ALREADY} ({', '.join(groups)}), past which no scale moves and nothing "
+                "else is turned; put this modifier in front of the one that does it"
+            )
+
+
+def body_layers(model: nn.Module) -> list[str]:
+    """Name the linear layers of a model but its output head.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Dotted names.
+    """
+    head = ends_of(model)[0] if hasattr(model, "get_output_embeddings") else None
+    linear = ((name, module) for name, module in model.named_modules() if is_quantizable(module) and not isinstance(module, nn.Embedding))
+    return [name for name, module in linear if module is not head]
 
 
 def _hook(turn: Turn) -> OnlineRotation:

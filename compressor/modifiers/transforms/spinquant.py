@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from compressor.data.collate import Batch
 from compressor.errors import CalibrationError, RecipeError, TargetError
-from compressor.lifecycle import CalibrationNeed, Event, ModuleRecord, State
+from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.mappings import ScalePair, find_pairs
 from compressor.mappings.basis import Basis, find_basis, find_values
@@ -27,13 +27,23 @@ from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import ends_of, text_config
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
-from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, outputs_of_model
+from compressor.modifiers.transforms.rotating import (
+    RotatingModifier,
+    Turned,
+    as_record,
+    body_layers,
+    outputs_of_model,
+    refuse_behind,
+    turned_by,
+    turned_now,
+)
 from compressor.modifiers.transforms.written_roles import check_written, notes_of_written
 from compressor.modifiers.tuning.base_outputs import BaseOutputs
 from compressor.modifiers.tuning.budget import Budget, tune
 from compressor.nn import weight_of
 from compressor.nn.attention.kv_cache import kv_scheme_of
 from compressor.nn.build import is_quantizable
+from compressor.nn.online_rotation import ALREADY
 from compressor.tracing.footprint import Footprint
 
 RotationName = Literal["R1", "R2", "R3", "R4"]
@@ -139,16 +149,26 @@ class SpinQuantModifier(RotatingModifier):
         self._check_size(block, size, "R1")
         return block
 
+    def check_apart(self, state: State, before: Sequence[Modifier]) -> None:
+        """Refuse R4 where a modifier before it turns, too, and R1 and R2 behind rotations in the forward; see the base."""
+        super().check_apart(state, before)
+        self._check_in_front(state, turned_by(state.model, before))
+
+    def _check_in_front(self, state: State, turned: Turned) -> None:
+        if {"R1", "R2"} & set(self.rotations):
+            refuse_behind(self.label, body_layers(state.model), turned, ("input", "output"))
+
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Find what may be turned, turn it, and see that the model computes what it did. Changes the model."""
         del event
         self.check_recipe(state)
         self._was_asked = True
-        batch = self.first_batch(state)
+        batch, turned = self.first_batch(state), turned_now(state.model)
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             before = outputs_of_model(state, batch)
             online = self._fourth(state, batch) if "R4" in self.rotations else []
             self.turn_online(state, online)
+            self._check_in_front(state, turned)
             basis = self._basis(state, batch) if "R1" in self.rotations else None
             values = self._values(state, batch) if "R2" in self.rotations else ()
             notes = notes_of_written(state.model, basis, values, self.mappings, self.norm_mappings, self.label)
@@ -228,7 +248,8 @@ class SpinQuantModifier(RotatingModifier):
         if not values and kv_scheme_of(state.model) is not None:
             raise TargetError(f"{self.label}: R2: keys and values are quantized already; leave R2 out, or turn first")
         if not values:
-            raise TargetError(f"{self.label}: R2: no linear layer gives the values of an attention alone; leave R2 out")
+            turned = next((f" (of {one.source} none moves, for {one.why})" for one in found.refused if ALREADY in one.why), "")
+            raise TargetError(f"{self.label}: R2: no linear layer gives the values of an attention alone{turned}; leave R2 out")
         return values
 
     def _second(self, state: State, values: Sequence[tuple[ScalePair, int]]) -> list[Turn]:

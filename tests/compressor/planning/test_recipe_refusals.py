@@ -64,6 +64,22 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a step of what takes none": (tiny.llama, {"GPTQModifier": {**INTS, "start": 3}}, r"start=3\.0 is for training"),
     "zeros kept, and nothing else": (tiny.llama, {"ConstantPruningModifier": {"start": 2.0}}, "would leave every tensor"),
     "turned twice": (tiny.llama, {"SpinQuantModifier": {"rotations": ["R4"]}, "QuIPModifier": {}}, "is turned by R4 already"),
+    "R4 of what is turned": (tiny.llama, {"QuIPModifier": {}, "SpinQuantModifier": {"rotations": ["R4"]}}, "is turned by v already"),
+    "smoothed behind rotations": (
+        tiny.llama,
+        {"QuIPModifier": {}, "SmoothQuantModifier": {}, **GPTQ},
+        "put this modifier in front",
+    ),
+    "turned behind rotations": (
+        tiny.llama,
+        {"QuIPModifier": {}, "SpinQuantModifier": {}},
+        r"the input of .*; put this modifier",
+    ),
+    "turned behind outputs": (
+        tiny.llama,
+        {"QuIPModifier": {"rotations": ["u"]}, "SpinQuantModifier": {}},
+        r"the output of .* is turned in every forward already \(u\)",
+    ),
 }
 
 

@@ -23,6 +23,7 @@ from compressor.algorithms.rotations import Rotation, make_rotation, rotation_of
 from compressor.data.collate import call_model
 from compressor.errors import CompressorError, ModelError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Event, EventType, Session, State
+from compressor.mappings import find_pairs
 from compressor.mappings.inner import find_inner
 from compressor.model.checkpoints import online
 from compressor.model.experts.unfuse import unfused_experts
@@ -301,12 +302,48 @@ def test_a_matrix_is_taken_for_its_factors_where_it_is_one_of_ours(size: int) ->
         assert torch.allclose(rotation_of(other).matrix(), other / size**0.5)
 
 
+def _v(part: str) -> QuIPModifier:
+    return QuIPModifier(targets=[f"re:.*{part}"])
+
+
+def _u(part: str) -> QuIPModifier:
+    return QuIPModifier(targets=[f"re:.*{part}"], rotations=["u"])
+
+
+R1, R2 = (SpinQuantModifier(rotations=[name]) for name in ("R1", "R2"))
+
+
+def test_no_scale_of_rows_that_are_turned_moves() -> None:
+    model = llama()
+    oneshot(model, recipe=[_u("mlp.up_proj")])
+    found = find_pairs(model, {"input_ids": IDS}, torch.device("cpu"))
+    assert "is turned in every forward already (u;" in found.why_not["model.layers.0.mlp.up_proj"]
+    assert "model.layers.0.self_attn.v_proj" in found.by_source
+
+
 @pytest.mark.parametrize(
     ("recipe", "error", "why"),
     [
         ([SpinQuantModifier(rotations=["R4"], transform_block_size=24)], RecipeError, "transform_block_size=24 does not divide the 64"),
         ([QuIPModifier(transform_block_size=64)], RecipeError, "transform_block_size=64 does not divide the 32 channels of"),
         ([R4, QuIPModifier(targets=["re:.*mlp.*"])], TargetError, "input of model.layers.0.mlp.down_proj is turned by R4 already"),
+        ([R4, R4], TargetError, "input of model.layers.0.mlp.down_proj is turned by R4 already"),
+        (
+            [_v("mlp"), R1],
+            TargetError,
+            r"it meets model.layers.0.mlp.gate_proj .*, whose input is turned in every forward already",
+        ),
+        ([_v("o_proj"), R2], TargetError, r"it meets model.layers.0.self_attn.o_proj .*, whose input is turned in every forward already"),
+        (
+            [_u("down_proj"), R1],
+            TargetError,
+            r"R1: model.layers.0.mlp.down_proj, which adds to .*, is a layer whose output is turned",
+        ),
+        (
+            [_u("v_proj"), R2],
+            TargetError,
+            r"of model.layers.0.self_attn.v_proj none moves, for it is a layer whose output is turned",
+        ),
         ([QuIPModifier(targets=["re:.*embed_tokens"])], TargetError, "is no linear layer"),
         ([*QUANTIZERS["inputs"], QUIP], RecipeError, "let it stand before those that quantize"),
     ],
