@@ -151,15 +151,11 @@ def covers(subject: Quantizer, context: CheckContext) -> str:
         reach = units((positions - found.zero).abs(), found.unit).nan_to_num(nan=0.0).amax(1)
         spans = units(found.zero, found.unit)[:, 0]
         needed = torch.where(spans == 0, widest, float(grid[-1] - grid[0]) / 2) / 2 - last
-        unused = normal & (reach < needed) & _is_alone(found.quantized)
+        is_alone = found.quantized.global_scale is None  # under one, the smallest groups may fall below what their own scale can say
+        unused = normal & (reach < needed) & is_alone
         refuse(unused, "less than half of the codes are used: the scale is too wide", reach=reach, needed=needed)
 
     return each_weight(subject, context, hold)
-
-
-def _is_alone(quantized: Quantized) -> bool:
-    """Under a global scale, the smallest groups may fall below what their own scale can say."""
-    return quantized.global_scale is None
 
 
 @register(
@@ -199,10 +195,10 @@ def homogeneous(subject: Quantizer, context: CheckContext) -> str:
         if not _is_central(found.weight, held_in(subject)):
             return
         values = found.values.to(torch.float64)
-        asked = (found.weight != 0) | (values == 0)  # a grid without a zero gives dead groups its smallest scale, whatever they are times
-        for power in (-3, 1, 6):
-            again = subject.dequantize(subject.quantize(found.weight * 2.0**power)).to(torch.float64)
-            refuse(asked & (again != values * 2.0**power), f"2^{power} times the weight gives something else", value=values, scaled=again)
+        asked = (found.weight != 0) | (values == 0)  # dead groups of a grid without a zero have its smallest scale, whatever they are times
+        for factor in (0.125, 2.0, 64.0):
+            again = subject.dequantize(subject.quantize(found.weight * factor)).to(torch.float64)
+            refuse(asked & (again != values * factor), f"{factor:g} times the weight gives something else", value=values, scaled=again)
 
     return each_weight(subject, context, hold)
 
