@@ -76,7 +76,7 @@ def blame(settings: BlameSettings, progress: Progress) -> BlameReport:
         UserInputError: the settings do not say what to measure, or where.
         HarnessError: an end cannot be measured, or git cannot search.
     """
-    from harness.nightly.blame.measuring import CellMeasure, CommandMeasure, Measure
+    from harness.nightly.blame.measuring import CellMeasure, CommandMeasure, Measure, outside_of_commits
     from harness.nightly.blame.repository import Repository
     from harness.nightly.blame.search import Search, find_ends, with_layers
     from harness.nightly.config import read_config
@@ -92,7 +92,8 @@ def blame(settings: BlameSettings, progress: Progress) -> BlameReport:
     if not is_known and not path.exists():
         raise UserInputError(f"{path}: there is no history to tell where to search; name it with --history, or give --good and --bad")
     good, bad = find_ends(repository, settings.metric, None if is_known else History(path), settings.good, settings.bad)
-    folder = (settings.output_dir or path.parent / "blame").absolute() / _name(settings.metric, repr(config or settings.command))
+    measured_by = [config or settings.command, *outside_of_commits(config or str(settings.command), repository)]
+    folder = (settings.output_dir or path.parent / "blame").absolute() / _name(settings.metric, repr(measured_by))
     if config is None:
         measure: Measure = CommandMeasure(str(settings.command), settings.metric, repository, folder)
     else:

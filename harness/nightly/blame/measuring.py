@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -135,7 +136,7 @@ class CellMeasure:
         needed = [self._needed] if self._needed is not None and not self.checkpoint(revision).exists() else []
         night = Runner(config, name, cells=[*needed, self._cell], revision=revision, variables=variables_of(self._repository, tree)).run()
         row = night.rows[-1]
-        return Reading(_found(config.history, self.metric), CellOutcome(row.outcome), row.summary)
+        return Reading(_found(config.history, self.metric)[0], CellOutcome(row.outcome), row.summary)
 
     def _at(self, revision: str, tree: Path, name: str) -> NightlyConfig:
         folder = self._folder / revision[:12]
@@ -172,7 +173,7 @@ class CommandMeasure:
         """Run the command (`Measure.run`)."""
         folder = self._folder / revision[:12] / name
         history, log = folder / _READINGS, folder / "command.log"
-        measured = _found(history, self.metric)
+        measured, _ = _found(history, self.metric)
         if measured is not None:
             return Reading(measured, CellOutcome.PASS, "measured before")
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,15 +185,43 @@ class CommandMeasure:
             cwd=self._repository.at(Path.cwd(), tree),
             environment=variables_of(self._repository, tree),
         )
-        measured = _found(history, self.metric)  # a test that fails has measured, too
+        measured, missing = _found(history, self.metric)  # a test that fails has measured, too
         outcome = CellOutcome.ERROR if measured is None else CellOutcome.PASS
-        missing = "" if measured is not None else f"{self.metric} was not written; "
         return Reading(measured, outcome, f"{missing}exit code {ended.code}; {last_line(log)}")
 
 
-def _found(history: Path, metric: str) -> Measurement | None:
+def _found(history: Path, metric: str) -> tuple[Measurement | None, str]:
+    """The measurement of a run; where there is none, or more than one, why, in words."""
     series = History(history).series(metric)
-    return series[-1] if series else None
+    if len(series) == 1:
+        return series[0], ""
+    return None, f"{metric} was written for {len(series)} nights, environments or revisions; " if series else f"{metric} was not written; "
+
+
+def outside_of_commits(measured_by: NightlyConfig | str, repository: Repository) -> list[tuple[str, int, int]]:
+    """Look at the files that a matrix or a command names and no commit holds: readings from before one changed are of another measure.
+
+    Args:
+        measured_by: the matrix, or the command.
+        repository: of the commits.
+
+    Returns:
+        Path, bytes and time of each, of a folder those right in it.
+    """
+    if isinstance(measured_by, str):
+        folder, words = Path.cwd(), shlex.split(measured_by)
+    else:
+        data, commands = measured_by.data, measured_by.commands.values()
+        named = [
+            *measured_by.models.values(),
+            *map(str, measured_by.recipes.values()),
+            *((data.calibration, data.held_out) if data else ()),
+        ]
+        folder, words = measured_by.root, [*named, *(word for command in commands for word in shlex.split(command))]
+    paths = {folder / part for word in words for part in {word, word.partition("=")[2]} - {""}}
+    given = sorted(path for path in paths if os.access(path, os.R_OK) and not repository.holds(path))
+    files = [file for path in given for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def variables_of(repository: Repository, tree: Path) -> Mapping[str, str]:
@@ -210,5 +239,5 @@ def variables_of(repository: Repository, tree: Path) -> Mapping[str, str]:
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     outside = [entry for entry in given if not Path(entry).resolve().is_relative_to(repository.top)]
     paths = [str(tree), *(str(entry) for entry in inside if entry.is_dir()), *outside]
-    # Two commits in one tree within a second look alike to the cache of compiled files.
+    # The good commit runs more often in its tree: with compiled files it would start faster than the one beside it.
     return os.environ | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONDONTWRITEBYTECODE": "1"}

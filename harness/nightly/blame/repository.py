@@ -81,19 +81,22 @@ class Repository:
         return int(_git(self.top, "rev-list", "--count", f"{good}..{bad}"))
 
     @contextmanager
-    def tree(self, revision: str, folder: Path) -> Iterator[Path]:
+    def tree(self, revision: str, folder: Path, *, with_files: bool = True) -> Iterator[Path]:
         """Give a working tree of a commit, which is gone afterwards.
 
         Args:
             revision: the commit.
             folder: where; what a process that was killed left there is cleared away.
+            with_files: whether its files are checked out; else git alone works in it.
 
         Yields:
             The folder.
         """
         self._clear(folder)
+        files = () if with_files else ("--no-checkout",)
         try:
-            _git(self.top, "worktree", "add", "--detach", "--quiet", str(folder), revision)
+            # forced, because git still knows the tree that lay in a folder whose parent somebody removed
+            _git(self.top, "worktree", "add", "--force", "--detach", "--quiet", *files, str(folder), revision)
             yield folder
         finally:
             self._clear(folder)
@@ -122,19 +125,24 @@ class Repository:
         name = resolved.relative_to(self.top)
         if (tree / name).exists():
             return tree / name
-        if _git(self.top, "ls-files", "--", str(name)):
+        if self.holds(path):
             raise UserInputError(f"{name}: is not in this commit, and what lies there now is another one's; compare commits that have it")
         return path
 
+    def holds(self, path: Path) -> bool:
+        """Return whether a path, or something below it, is tracked: trees have their own."""
+        resolved = path.resolve()
+        return resolved.is_relative_to(self.top) and bool(_git(self.top, "ls-files", "--", str(resolved.relative_to(self.top))))
+
 
 class Bisection:
-    """git's search for the first bad commit, in a working tree."""
+    """git's search for the first bad commit. It checks nothing out: what a measurement left in a tree would stop it, or decide the next."""
 
     def __init__(self, tree: Path, good: str, bad: str) -> None:
-        """Begin, and check the first commit out that git wants to know about.
+        """Begin, with the first commit that git wants to know about.
 
         Args:
-            tree: a working tree of its own.
+            tree: a working tree of its own, which needs no files.
             good: a commit.
             bad: another.
 
@@ -142,7 +150,7 @@ class Bisection:
             HarnessError: git cannot search between them.
         """
         self.tree = tree
-        _git(tree, "bisect", "start", bad, good)
+        _git(tree, "bisect", "start", "--no-checkout", bad, good)
 
     @property
     def first_bad(self) -> tuple[str, ...]:
@@ -153,11 +161,11 @@ class Bisection:
 
     @property
     def revision(self) -> str:
-        """The commit that is checked out."""
-        return _git(self.tree, "rev-parse", "HEAD")
+        """The commit that git wants to know about."""
+        return _git(self.tree, "rev-parse", "BISECT_HEAD")
 
     def mark(self, word: Mark) -> None:
-        """Say what the commit is, and check the next one out.
+        """Say what the commit is, and go on to the next one.
 
         Args:
             word: good, bad, or skip where that cannot be told.

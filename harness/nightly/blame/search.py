@@ -65,17 +65,26 @@ class Search:
         between = self._repository.num_between(self._good.revision, self._bad.revision)
         with ExitStack() as stack, (progress or SilentProgress()).task("commits", 2 + math.ceil(math.log2(max(1, between)))) as bar:
             stack.enter_context(_alone(self._folder))
-            self._tree = stack.enter_context(self._repository.tree(self._bad.revision, self._folder / "tree"))
-            self._good_tree = stack.enter_context(self._repository.tree(self._good.revision, self._folder / "good-tree"))
-            steps = [self._look_at_good(bar), self._look(self._bad, bar, is_end=True)]
+            with self._trees(self._bad):
+                steps = [self._look_at_good(bar), self._look(self._bad, bar, is_end=True)]
             if steps[-1].mark != "bad":
                 return BlameReport(self._measure.metric, tuple(steps), ())
-            search = Bisection(self._tree, self._good.revision, self._bad.revision)
+            empty = stack.enter_context(self._repository.tree(self._bad.revision, self._folder / "bisect", with_files=False))
+            search = Bisection(empty, self._good.revision, self._bad.revision)
             while not search.first_bad:
-                steps.append(self._look(self._repository.commit(search.revision, "git bisect"), bar))
+                commit = self._repository.commit(search.revision, "git bisect")
+                with self._trees(commit):
+                    steps.append(self._look(commit, bar))
                 search.mark(steps[-1].mark)
             found = tuple(self._repository.commit(revision, "git bisect") for revision in search.first_bad)
             return BlameReport(self._measure.metric, tuple(steps), found)
+
+    @contextmanager
+    def _trees(self, commit: Commit) -> Iterator[None]:
+        """A new tree of the commit and one of the good one: what one commit builds or writes decides no other, and both begin alike."""
+        own, good = ((one.revision, self._folder / name) for one, name in ((commit, "tree"), (self._good, "good-tree")))
+        with self._repository.tree(*own) as self._tree, self._repository.tree(*good) as self._good_tree:
+            yield
 
     def _look_at_good(self, bar: Task) -> Step:
         reading = self._measure.run(self._good.revision, self._good_tree, _name(self._bad, 1))
@@ -88,6 +97,8 @@ class Search:
     def _look(self, commit: Commit, bar: Task, *, is_end: bool = False) -> Step:
         judge = self._judge_outcome if self._measure.is_outcome else self._judge_number
         step = judge(commit, is_end)
+        if is_end and step.mark == "skip":
+            raise HarnessError(f"{commit.revision[:12]}: the bad commit cannot be held against the good one: {step.note}; name another")
         bar.advance(note=f"{commit.revision[:12]}: {step.mark}")
         return step
 
@@ -108,8 +119,9 @@ class Search:
             ours, theirs = self._round(commit, len(differences) + 1)
             note = ours.note
             if ours.measurement is None or theirs.measurement is None:
-                del self._rounds[commit.revision]
-                return Step(commit, "skip", None, (ours if ours.measurement is None else theirs).note)
+                return self._pass_over(commit, ours.note if ours.measurement is None else f"the good commit: {theirs.note}")
+            if unlike := _unlike(ours.measurement, theirs.measurement):
+                return self._pass_over(commit, unlike)
             differences.append(_level(ours.measurement) - _level(theirs.measurement))
             better = ours.measurement.better
             is_settled = ours.measurement.kind == "paired"  # the same sequences: another round gives the same
@@ -122,6 +134,10 @@ class Search:
             if is_settled or mark == "bad" or (mark == "good" and not is_end):
                 break
         return Step(commit, mark, effect_of(commit.revision, self._rounds, better), note)  # type: ignore[arg-type]
+
+    def _pass_over(self, commit: Commit, note: str) -> Step:
+        del self._rounds[commit.revision]  # which count in the noise of all
+        return Step(commit, "skip", None, note)
 
     def _round(self, commit: Commit, number: int) -> tuple[Reading, Reading]:
         """The commit and the good one, back to back; which is first takes turns."""
@@ -148,6 +164,15 @@ def _alone(folder: Path) -> Iterator[None]:
 def _name(commit: Commit, number: int) -> str:
     """Of the good commit's run in a round of another one."""
     return f"{commit.revision[:12]}-{number}"
+
+
+def _unlike(ours: Measurement, theirs: Measurement) -> str:
+    """Why two measurements are none of one metric, in words; empty where they are."""
+    facts = ["kind", "better"] + (["environment"] if ours.kind == "series" else [])  # sequences are the same everywhere
+    given = [(name, getattr(ours, name), getattr(theirs, name)) for name in facts]
+    if ours.kind == theirs.kind == "paired":
+        given.append(("number of sequences", len(ours.values), len(theirs.values)))
+    return next((f"its {name} is {own}, the good commit's {other}" for name, own, other in given if own != other), "")
 
 
 def _level(measured: Measurement) -> float:

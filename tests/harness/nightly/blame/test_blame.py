@@ -6,9 +6,11 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -66,6 +68,7 @@ class Measured:
     broken: tuple[str, ...] = ()
     metric: str = "seconds"
     runs: list[tuple[str, str]] = field(default_factory=list)
+    unlike: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def run(self, revision: str, tree: Path, name: str) -> Reading:
         self.runs.append((revision, name))
@@ -77,7 +80,18 @@ class Measured:
         generator = random.Random(f"{revision}{name}")
         seconds = 0.0 if self.is_lossless and seconds < 1.1 else seconds
         values = tuple(seconds * math.exp(generator.gauss(0, self.noise)) for _ in range(3))
-        return Reading(Measurement(name, "e", revision, self.metric, "lower", values, self.kind), CellOutcome.PASS, "ended")
+        measured = Measurement(name, "e", revision, self.metric, "lower", values, self.kind)
+        return Reading(replace(measured, **self.unlike.get(revision, {})), CellOutcome.PASS, "ended")  # type: ignore[arg-type]
+
+
+class Building(Measured):
+    """Builds in the tree what is missing there, of what git ignores, and writes into what it holds."""
+
+    def run(self, revision: str, tree: Path, name: str) -> Reading:
+        if not (tree / "built").exists():
+            (tree / "built").write_text((tree / "seconds").read_text())
+        (tree / "seconds").write_text((tree / "built").read_text())
+        return super().run(revision, tree, name)
 
 
 def search(place: tuple[Path, list[str]], measure: Measured, good: int = 0, bad: int = 9) -> BlameReport:
@@ -103,6 +117,32 @@ def test_the_commit_that_makes_most_of_it_is_found_and_the_tree_of_the_user_is_a
     assert (folder / "seconds").read_text() == "mine" and len(git(folder, "worktree", "list").splitlines()) == 1
     assert git(folder, "rev-parse", "--abbrev-ref", "HEAD") == "main" and not git(folder, "for-each-ref", "refs/bisect")
     git(folder, "checkout", "-q", ".")
+
+
+@pytest.mark.parametrize("measure", [Building(), Building(is_outcome=True)], ids=["number", "outcome"])
+def test_what_one_commit_leaves_in_its_tree_decides_no_other_one(history_of_seconds: tuple[Path, list[str]], measure: Measured) -> None:
+    found = search(history_of_seconds, measure)
+    assert [one.revision for one in found.first_bad] == [history_of_seconds[1][6]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "unlike", "told"),
+    [
+        ("paired", {"values": (1.2, 1.2)}, "its number of sequences is 2, the good commit's 3"),
+        ("paired", {"values": (1.2,) * 6}, "its number of sequences is 6, the good commit's 3"),
+        ("paired", {"kind": "series"}, "its kind is series, the good commit's paired"),
+        ("series", {"better": "higher"}, "its better is higher, the good commit's lower"),
+        ("series", {"environment": "other"}, "its environment is other, the good commit's e"),
+    ],
+)
+def test_what_is_no_measurement_of_the_same_is_passed_over(
+    history_of_seconds: tuple[Path, list[str]], kind: Kind, unlike: dict[str, object], told: str
+) -> None:
+    commits = history_of_seconds[1]
+    found = search(history_of_seconds, Measured(kind=kind, unlike={commits[6]: unlike}))
+    assert [commits.index(one.revision) for one in found.first_bad] in ([6, 7], [7, 6]) and told in found.to_text()
+    with pytest.raises(HarnessError, match="the bad commit cannot be held against the good one: its"):
+        search(history_of_seconds, Measured(kind=kind, unlike={commits[9]: unlike}))
 
 
 def test_rounds_are_taken_in_turns_with_the_good_commit_and_shared_noise_spares_some(history_of_seconds: tuple[Path, list[str]]) -> None:
@@ -142,6 +182,7 @@ def test_what_a_killed_search_left_is_cleared_and_hooks_of_the_user_do_not_run(t
     git(tmp_path, "-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "-q", "left", first)
     (tmp_path / "left" / "more").write_text("of the one that was killed")
     repository = Repository(tmp_path)
+    shutil.rmtree(tmp_path / "left")  # git still knows it
     with repository.tree(first, tmp_path / "left") as tree:
         assert [path.name for path in tree.iterdir() if path.name != ".git"] == ["seconds"]
         with pytest.raises(UserInputError, match="renamed: is not in this commit, and what lies there now is another one's"):
@@ -257,6 +298,34 @@ def test_a_command_measures_the_code_of_each_commit_and_a_second_search_measures
     assert len(logs) == 6  # three commits, each beside the good one
     assert main(asked) == 1
     assert "change 2" in capsys.readouterr().out and logs == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("command.log")}
+
+
+def test_what_a_script_that_no_commit_holds_has_measured_goes_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, script = tmp_path / "repository", tmp_path / "measure.py"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    texts = [f"def cost(place):\n    return 1 + place * {factor}\n" for factor in (1, 2, 2)]
+    commits = [commit(folder, f"change {place}", **{"work.py": text}) for place, text in enumerate(texts)]
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+    asked = ["nightly", "blame", "cost", "--command", f"python {script} {{history}}", "--good", commits[0], "--bad", commits[2], "--quiet"]
+    script.write_text(MEASURE.replace("from work import cost", "cost = float"))
+    assert main(asked) == 0 and "is not worse" in capsys.readouterr().out
+    script.write_text(MEASURE)
+    assert main(asked) == 1 and "change 1" in capsys.readouterr().out
+
+
+def test_a_run_that_gives_two_measurements_gives_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git(tmp_path, "init", "-q")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+    add = 'History(sys.argv[1]).add("cost", [1.0], environment=current_environment()'
+    head = MEASURE.partition("from work")[0]
+    (tmp_path / "twice.py").write_text(f'{head}{add})\n{add}, revision="other")\n')
+    reading = CommandMeasure("python twice.py {history}", "cost", Repository(tmp_path), tmp_path / "out").run("0" * 40, tmp_path, "first")
+    assert reading.measurement is None and reading.note.startswith("cost was written for 2 nights, environments or revisions; exit code 0")
 
 
 def test_a_command_that_ends_well_without_the_metric_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
