@@ -156,9 +156,13 @@ def check_command(name: str, line: str, places: Collection[str]) -> None:
     unknown = sorted(set(re.findall(r"\{(\w*)\}", line)) - set(places))
     if unknown:
         raise ValueError(f"{{{unknown[0]}}} in {name} is no place; places are {', '.join(f'{{{one}}}' for one in places)}")
-    if not shlex.split(line):
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise ValueError(f"{name}: {line!r} does not end as a command does ({error}); close the quotes") from error
+    if not words:
         raise ValueError(f"{name} is empty")
-    words = shlex.shlex(line, posix=False, punctuation_chars=_OPERATORS)
-    words.whitespace_split, words.commenters = True, ""
-    if operator := next((word for word in words if set(word) <= set(_OPERATORS)), None):
+    parts = shlex.shlex(line, posix=False, punctuation_chars=_OPERATORS)
+    parts.whitespace_split, parts.commenters = True, ""
+    if operator := next((part for part in parts if set(part) <= set(_OPERATORS)), None):
         raise ValueError(f"{name} has {operator}, and no shell reads a command; write bash -c '...' around it")

@@ -161,12 +161,7 @@ class CommandMeasure:
         Raises:
             UserInputError: it has no place for the history, or needs a shell.
         """
-        try:
-            check_command("command", command, ("history",))
-        except ValueError as error:
-            raise UserInputError(f"command: {error}") from error
-        if "{history}" not in command:
-            raise UserInputError(f"command: {command!r} has no {{history}} to write into; add --history {{history}}")
+        _words(command)
         self._cell, self.metric, self._repository, self._folder = Cell("command", command=command), metric, repository, folder
 
     def run(self, revision: str, tree: Path, name: str) -> Reading:
@@ -198,6 +193,16 @@ def _found(history: Path, metric: str) -> tuple[Measurement | None, str]:
     return None, f"{metric} was written for {len(series)} nights, environments or revisions; " if series else f"{metric} was not written; "
 
 
+def _words(command: str) -> list[str]:
+    try:
+        check_command("command", command, ("history",))
+    except ValueError as error:
+        raise UserInputError(f"command: {error}") from error
+    if "{history}" not in command:
+        raise UserInputError(f"command: {command!r} has no {{history}} to write into; add --history {{history}}")
+    return shlex.split(command)
+
+
 def outside_of_commits(measured_by: NightlyConfig | str, repository: Repository) -> list[tuple[str, int, int]]:
     """Look at the files that a matrix or a command names and no commit holds: readings from before one changed are of another measure.
 
@@ -207,9 +212,12 @@ def outside_of_commits(measured_by: NightlyConfig | str, repository: Repository)
 
     Returns:
         Path, bytes and time of each, of a folder those right in it.
+
+    Raises:
+        UserInputError: a command that cannot be one; see `CommandMeasure`.
     """
     if isinstance(measured_by, str):
-        folder, words = Path.cwd(), shlex.split(measured_by)
+        folder, words = Path.cwd(), _words(measured_by)
     else:
         data, commands = measured_by.data, measured_by.commands.values()
         named = [

@@ -409,6 +409,7 @@ def test_a_night_of_an_older_commit_bridges_two_environments(tmp_path: Path, cap
         (["m", "--command", "a", "--config", "c.yaml"], "and both were given; give one"),
         (["m", "--command", "a {history}"], "there is no history to tell where to search"),
         (["m", "--command", "a", "--good", "HEAD~1", "--bad", "HEAD"], "'a' has no {history} to write into"),
+        (["m", "--command", "a 'b {history}", "--good", "HEAD~1", "--bad", "HEAD"], "(No closing quotation); close the quotes"),
         (["m", "--command", "a {history} | b", "--good", "HEAD~1", "--bad", "HEAD"], "and no shell reads a command"),
         (["m", "--command", "a {history}", "--good", "HEAD", "--bad", "HEAD"], "what changed is no commit"),
     ],
