@@ -223,14 +223,17 @@ def _device(candidate: Candidate) -> CheckRecord:
 def _reload(candidate: Candidate) -> CheckRecord:
     with tempfile.TemporaryDirectory() as folder:
         again = Path(folder) / "again"
-        save_again(candidate.compressed, again)
+        options = save_again(candidate.compressed, again)
         attempt = load_compressed(again)
         if attempt.model is None:
             return RELOAD.found(attempt.problems or ["it does not load again"], "")
         prompt = candidate.prompts[0]
         before, after = (_run(model, prompt) for model in (candidate.model, attempt.model.to(candidate.device)))
     differ = int((before != after).sum())
-    return RELOAD.found([f"{differ} of {before.numel()} logits are others"] if differ else [], f"{before.numel()} logits are equal")
+    told = f"{before.numel()} logits are equal"
+    if options:
+        told += "; saved as floats, with save_original_format=False: what transformers dequantizes while it loads it cannot write back"
+    return RELOAD.found([f"{differ} of {before.numel()} logits are others"] if differ else [], told)
 
 
 CHECKS = (

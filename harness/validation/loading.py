@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from compressor.errors import ModelError
+from compressor.model.folder import read_config
 from compressor.model.loading.load import quiet_transformers
 from compressor.model.targets import text_config
 from harness.validation.format.fused import FusedLayout
@@ -72,18 +73,24 @@ def _let_move(model: torch.nn.Module) -> None:
         remove_module_offload(module, onload_tensors=True)
 
 
-def save_again(folder: Path, target: Path) -> None:
+def save_again(folder: Path, target: Path) -> dict[str, bool]:
     """Load a checkpoint and save it with `save_pretrained`, without a forward between: it would decompress the weights.
 
     Args:
         folder: the checkpoint.
         target: new folder for the other one.
+    Returns:
+        Options of `save_pretrained` that were needed: transformers cannot take back what it dequantized and fused while it loaded
+        (experts), so that is saved as the model holds it.
     Raises:
         Exception: one of `LOADER_ERRORS`.
     """
+    settings = read_config(folder).get("quantization_config") or {}
+    options = {"save_original_format": False} if settings.get("dequantize") else {}
     with _quiet():
         model: Any = _from_pretrained(folder, False, "auto")[0]
-        model.save_pretrained(target)
+        model.save_pretrained(target, **options)
+    return options
 
 
 def _from_pretrained(folder: Path, dequantize: bool, dtype: str) -> tuple[torch.nn.Module, Mapping[str, Any]]:
@@ -181,7 +188,6 @@ def load_for_running(folder: str | Path, *, device: str = "auto", matmul: Litera
     """
     from compressor.model.checkpoints.load import load_compressed as load_own
     from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
-    from compressor.model.folder import read_config
     from compressor.model.loading.load import load_model
 
     if "quantization_config" in read_config(Path(folder)):

@@ -16,7 +16,9 @@ from harness.release import invariance
 from harness.release.candidate import Candidate
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome
+from tests import tiny
 from tests.harness.release.conftest import NUM_TOKENS, POLICY, Release, change_steps_on
+from tests.harness.release.test_planted_faults import saved_otherwise
 
 WAYS = {check.claim.name: check for check in invariance.CHECKS[:4]}
 PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -58,6 +60,20 @@ def test_fp4_which_is_unpacked_to_bfloat16_only_is_looked_at_in_float32(made: Re
     found = records(candidate)
     assert all(record.outcome is Outcome.PASS for record in found), [record.summary for record in found]
     assert {parameter.dtype for parameter in candidate.wide_model.parameters()} == {torch.float32}
+
+
+@pytest.mark.filterwarnings("ignore:transformers 5.23 dequantizes a model with quantized experts")
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16"])
+def test_experts_are_saved_again_as_transformers_dequantized_them(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.mixtral(num_hidden_layers=1, hidden_size=128, intermediate_size=128).save_pretrained(tmp_path / "base")
+    recipe, rows = QuantizationModifier(targets=["Linear"], ignore=["lm_head"], scheme=scheme), [list(range(16))] * 8
+    oneshot(str(tmp_path / "base"), recipe=recipe, output_dir=tmp_path / "out", progress=False)
+    candidate = Candidate(tmp_path / "base", tmp_path / "out", POLICY, rows, torch.device("cpu"), seed=0)
+    (check,) = (check for check in invariance.CHECKS if check.claim is invariance.RELOAD)
+    found = check.record(candidate)
+    assert found.outcome is Outcome.PASS and "saved as floats, with save_original_format=False" in found.summary
+    saved_otherwise(candidate, monkeypatch)
+    assert check.record(candidate).outcome is Outcome.FAIL
 
 
 def test_a_layer_that_rounds_a_token_by_what_stands_beside_it_is_named(release: Release) -> None:

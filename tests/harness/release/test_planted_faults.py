@@ -105,11 +105,12 @@ def our_fault_behind_a_tie(candidate: Candidate, patch: pytest.MonkeyPatch) -> N
 def saved_otherwise(candidate: Candidate, patch: pytest.MonkeyPatch) -> None:
     save = invariance.save_again
 
-    def lossy(source: Path, target: Path) -> None:
-        save(source, target)
+    def lossy(source: Path, target: Path) -> dict[str, bool]:
+        options = save(source, target)
         (path,) = target.glob("*.safetensors")
         tensors = load_file(path)
         save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * 1.5}, path, metadata={"format": "pt"})
+        return options
 
     patch.setattr(invariance, "save_again", lossy)
 
