@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from harness.tolerance.bits import to_bytes
 from harness.validation.format.container import Checkpoint
 from harness.validation.format.online import online_groups, online_misfits
 from harness.validation.format.record import read_record
-from harness.validation.loading import LOADER_ERRORS, first_line, load_compressed, load_with_our_reader
+from harness.validation.loading import LOADER_ERRORS, LoadAttempt, first_line, load_compressed, load_with_our_reader
 from harness.validation.subject import Subject
 
 ACCEPTED = Claim("format.accepted", "transformers and compressed-tensors accept quantization_config")
@@ -87,7 +88,7 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     attempt, limit = load_compressed(subject.compressed.folder), "plain from_pretrained"
     plain = [name for name in subject.compressed.entries if name.rpartition(".")[0] not in subject.modules]
     evidence: dict[str, Any] = {"tensors not quantized": len(plain), "loaded with dequantize=True": False}
-    announced = _is_announced(subject)  # what transformers leaves out it fills at random, some without a word
+    announced = _announced(subject, attempt)
     if attempt.model is None and not announced and not online_groups(subject) and _is_weight_only(subject):
         second = load_compressed(subject.compressed.folder, dequantize=True)
         if second.model is not None and not second.problems:
@@ -106,10 +107,8 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     if announced:
         own = load_with_our_reader(subject.compressed.folder)
         if own.model is not None:
-            summary = (
-                "transformers does not load it, as the run said beforehand; compressor.load_compressed does: "
-                f"{_first(attempt.problems or ['it says nothing of its own'])}"
-            )
+            said = _first(attempt.problems or ["it says nothing of its own"])
+            summary = f"transformers {announced}, as the run said beforehand; compressor.load_compressed does: {said}"
             return LOADS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=attempt.problems), own.model
     if attempt.model is None:
         summary = f"transformers does not load it: {_first(attempt.problems)}"
@@ -118,10 +117,17 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     return LOADS.found(findings, f"whole; {len(plain)} unquantized tensors are in memory as in the file", evidence=evidence), attempt.model
 
 
-def _is_announced(subject: Subject) -> bool:
-    """Whether the compressor wrote down, before it began, that transformers would not load the experts of this checkpoint."""
-    record = read_record(subject.compressed.folder) or {}
-    return any("will not load these experts" in str(note) for note in record.get("notes") or [])
+def _announced(subject: Subject, attempt: LoadAttempt) -> str:
+    """How transformers fares with this checkpoint, where the compressor wrote that down before it began; else empty."""
+    notes = " ".join(map(str, (read_record(subject.compressed.folder) or {}).get("notes") or []))
+    if "will not load these experts" in notes:  # which it may fill at random without a word
+        return "does not load it"
+    if attempt.model is None:
+        return "does not load it" if re.search(r"transformers does not (load|run) ", notes) else ""
+    scales = [problem for problem in attempt.problems if re.fullmatch(r"unexpected_keys: \S+\.input_scale", problem)]
+    if scales and scales == attempt.problems and "it calls their input scales unexpected" in notes:
+        return "does not load its input scales"
+    return ""
 
 
 def _is_weight_only(subject: Subject) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -36,10 +37,11 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _compressed(base: Path, out: Path, **settings: Any) -> Path:
-    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], **settings}}}}
+    given = {name: value for name, value in {"targets": ["Linear"], "ignore": ["lm_head"], **settings}.items() if value is not None}
+    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": given}}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        oneshot(base, recipe=recipe, output_dir=out)
+        oneshot(base, recipe=recipe, dataset=torch.arange(64).view(4, 16) % 32, output_dir=out)
     return out
 
 
@@ -56,11 +58,36 @@ def test_every_expert_is_compared_with_what_transformers_fused(mixtral: Path, tm
     assert changed == ["model.layers.0.block_sparse_moe.experts.2.w2"]
 
 
-def test_what_only_our_reader_loads_is_judged_with_it_and_never_passes_as_loaded(mixtral: Path, tmp_path: Path) -> None:
-    subject = read_subject(mixtral, _compressed(mixtral, tmp_path / "out", scheme="W8A8"))
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+ANNOUNCED: dict[str, tuple[dict[str, Any], str]] = {
+    "int8": ({"scheme": "W8A8"}, "transformers does not load it"),
+    "keys and values alone": ({"targets": None, "ignore": None, "kv_cache_scheme": KV}, "transformers does not load it"),
+    "static inputs": ({"scheme": "FP8"}, "transformers does not load its input scales"),
+}
+
+
+@pytest.mark.parametrize("what", ANNOUNCED)
+def test_what_only_our_reader_loads_is_judged_with_it_and_never_passes_as_loaded(what: str, mixtral: Path, tmp_path: Path) -> None:
+    settings, said = ANNOUNCED[what]
+    out = _compressed(mixtral, tmp_path / "out", **settings)
+    subject = read_subject(mixtral, out)
     record, loaded = check_loads(subject, allow_dequantize_load=False)
-    assert record.outcome is Outcome.INCONCLUSIVE and "compressor.load_compressed does" in record.summary
+    assert record.outcome is Outcome.INCONCLUSIVE
+    assert f"{said}, as the run said beforehand; compressor.load_compressed does" in record.summary
     assert all(module.num_different == 0 for module in inspect_modules(subject, loaded))
+    notes = out / "compression.json"
+    notes.write_text(json.dumps(json.loads(notes.read_text("utf-8")) | {"notes": []}), "utf-8")
+    assert check_loads(subject, allow_dequantize_load=False)[0].outcome is Outcome.FAIL
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.input_scale", "model.layers.0.self_attn.stray"])
+def test_what_was_announced_excuses_nothing_else(name: str, mixtral: Path, tmp_path: Path) -> None:
+    out = _compressed(mixtral, tmp_path / "out", scheme="FP8")
+    tensors = load_file(out / "model.safetensors")
+    if tensors.pop(name, None) is None:
+        tensors[name] = torch.ones(1)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    assert check_loads(read_subject(mixtral, out), allow_dequantize_load=False)[0].outcome is Outcome.FAIL
 
 
 def test_a_failure_that_nobody_announced_stays_a_failure(mixtral: Path, tmp_path: Path) -> None:
