@@ -34,7 +34,7 @@ def smooth_scales(act_max_C: Tensor, weight_max_C: Tensor, strength: float) -> T
         strength: alpha, 0 leaves all of the range to the activations, 1 gives all of it to the weights.
 
     Returns:
-        s, [C] float32: max|x|^alpha / max|w|^(1 - alpha); 1 for channels without activations or weights.
+        s, [C] float32: max|x|^alpha / max|w|^(1 - alpha); the centre of the others for channels without activations or weights.
 
     Source: Xiao et al. 2022, arXiv:2211.10438, equation 4.
     """
@@ -49,7 +49,7 @@ def equalizing_scales(act_max_C: Tensor, weight_max_C: Tensor) -> Tensor:
         weight_max_C: [C], max |w| over rows; only whether it is zero counts.
 
     Returns:
-        s, [C] float32: max|x| / log2(2 + max|x|); 1 for channels without activations or weights.
+        s, [C] float32: max|x| / log2(2 + max|x|); the centre of the others for channels without activations or weights.
 
     Source: Li et al. 2023 (FPTQ), arXiv:2308.15987, section 3.2.
     """
@@ -135,18 +135,14 @@ def _candidates(
     weights: Sequence[Tensor], formats: Sequence[QuantizationArgs], act_mean_C: Tensor, n_grid: int, duo_scaling: DuoScaling
 ) -> list[Tensor]:
     weight_mean_C = _relative_size(weights, formats)
-    live_C = ~_dead(act_mean_C, weight_mean_C)
     made = []
     for duo in (True, False) if duo_scaling == "both" else (bool(duo_scaling),):
         for ratio in (step / n_grid for step in range(n_grid)):
             scales_C = act_mean_C.pow(ratio)
             if duo:
                 scales_C = scales_C / (weight_mean_C.pow(1 - ratio) + _FLOOR)
-            scales_C = scales_C.clamp(min=_FLOOR)
-            # Of live channels alone: dead ones keep 1, and would lie far from the others if they set their size.
-            own = scales_C[live_C]
-            scales_C = scales_C / (own.max() * own.min()).sqrt() if len(own) else scales_C
-            made.append(_alive(scales_C, act_mean_C, weight_mean_C))
+            scales_C = _alive(scales_C.clamp(min=_FLOOR), act_mean_C, weight_mean_C)
+            made.append(scales_C / (scales_C.max() * scales_C.min()).sqrt())
     return made
 
 
@@ -163,10 +159,11 @@ def _relative_size(weights: Sequence[Tensor], formats: Sequence[QuantizationArgs
 
 
 def _alive(scales_C: Tensor, act_C: Tensor, weight_C: Tensor) -> Tensor:
-    """1 where either side says nothing, or the quotient is no usable number."""
-    usable_C = torch.isfinite(scales_C) & (scales_C > 0)
-    return torch.where(usable_C & ~_dead(act_C, weight_C), scales_C, torch.ones_like(scales_C)).float()
+    """Where either side says nothing, or the quotient is no usable number: the centre of the others.
 
-
-def _dead(act_C: Tensor, weight_C: Tensor) -> Tensor:
-    return (act_C <= _SMALLEST * act_C.max()) | (weight_C <= _SMALLEST * weight_C.max())
+    Any number would be far from theirs in some unit of the activations, and then rounding would go by what is dead.
+    """
+    is_dead_C = (act_C <= _SMALLEST * act_C.max()) | (weight_C <= _SMALLEST * weight_C.max())
+    usable_C = torch.isfinite(scales_C) & (scales_C > 0) & ~is_dead_C
+    own = scales_C[usable_C]
+    return torch.where(usable_C, scales_C, (own.max() * own.min()).sqrt() if len(own) else 1.0).float()

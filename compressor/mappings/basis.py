@@ -209,9 +209,9 @@ class _Search:
         norm = next((name for name in members if self.is_norm(name)), None)
         if norm is not None:
             raise TargetError(f"{norm} adds to the hidden states what it multiplies channel by channel, and no rotation may pass that")
-        turned = next(((name, why) for name in writers if (why := turned_already(self._prober.modules[name], "output"))), None)
-        if turned is not None:
-            raise TargetError(f"{turned[0]}, which adds to the hidden states, is a layer {turned[1]}")
+        for name, module in self._prober.modules.items():
+            if name in writers and (why := turned_already(module, "output")):
+                raise TargetError(f"{name}, which adds to the hidden states, is a layer {why}")
         uncalled = [
             name
             for name in self._prober.modules

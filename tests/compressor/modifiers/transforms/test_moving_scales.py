@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,34 @@ def rounding(**settings: Any) -> QuantizationModifier:
 def test_smoothing_is_the_formula_of_the_paper() -> None:
     act, weight = torch.tensor([4.0, 9.0, 0.0, 1.0]), torch.tensor([1.0, 4.0, 2.0, 0.0])
     found = smooth_scales(act, weight, 0.5)
-    assert torch.allclose(found, torch.tensor([2.0, 1.5, 1.0, 1.0]))  # the last two are dead on one side
+    assert torch.allclose(found, torch.tensor([2.0, 1.5, 3**0.5, 3**0.5]))  # the last two are dead on one side
     assert torch.allclose(smooth_scales(act, weight, 1.0)[:2], act[:2])
 
 
 def test_equalizing_is_the_formula_of_its_paper() -> None:
     found = equalizing_scales(torch.tensor([6.0, 0.0]), torch.tensor([1.0, 1.0]))
-    assert torch.allclose(found, torch.tensor([2.0, 1.0]))
+    assert torch.allclose(found, torch.tensor([2.0, 2.0]))
+
+
+@pytest.mark.parametrize(("dead", "unit"), [("weights", 20.0), ("activations", 0.005)])
+def test_dead_channels_do_not_decide_what_rounding_costs(dead: str, unit: float) -> None:
+    model = llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            norms = {layer.input_layernorm: ("self_attn", "qkv"), layer.post_attention_layernorm: ("mlp", ("gate", "up"))}
+            for norm, (block, names) in norms.items():
+                norm.weight.mul_(unit)
+                norm.weight[:3] *= dead != "activations"
+                for name in names:
+                    layer.get_submodule(f"{block}.{name}_proj").weight.div_(unit)[:, :3] *= dead != "weights"
+    before, plain = logits(model), copy.deepcopy(model)
+    inputs = {"num_bits": 8, "strategy": "tensor", "dynamic": True}
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "tensor"}, "input_activations": inputs}
+    rounded = QuantizationModifier(config_groups={"g": scheme}, ignore=["lm_head"])
+    oneshot(model, recipe=[SmoothQuantModifier(), rounded.model_copy(deep=True)], dataset=IDS)
+    oneshot(plain, recipe=[rounded], dataset=IDS)
+    ratio = (logits(model) - before).norm() / (logits(plain) - before).norm()
+    assert ratio < 1.2
 
 
 @pytest.mark.parametrize("kind", [SmoothQuantModifier, LogarithmicEqualizationModifier])
