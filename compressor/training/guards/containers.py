@@ -193,6 +193,25 @@ def named_generators(step: TrainStep) -> dict[str, torch.Generator]:
     return dict(reversed(found.values()))
 
 
+@one_look()
+def loose_tensors(step: TrainStep) -> list[Tensor]:
+    """List the tensors that nobody has registered, as far as the guards see them.
+
+    Args:
+        step: its own tensors are not among them.
+
+    Returns:
+        Each once.
+    """
+    values: list[Any] = [value for _, module in all_modules(step) for value in module.__dict__.values()]
+    values += [getter() for _, getter in variables(step)]
+    values += [value for held in containers(step) for value in held.values()]
+    values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
+    own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
+    found = {id(value): value for value in values if isinstance(value, Tensor) and value.layout is torch.strided}
+    return [value for value in found.values() if value.untyped_storage()._cdata not in own]
+
+
 class LooseTensors:
     """Copies of the tensors that nobody has registered, as far as the guards see them.
 
@@ -202,14 +221,7 @@ class LooseTensors:
 
     @one_look()
     def __init__(self, step: TrainStep) -> None:
-        values: list[Any] = [value for _, module in all_modules(step) for value in module.__dict__.values()]
-        values += [getter() for _, getter in variables(step)]
-        values += [value for held in containers(step) for value in held.values()]
-        values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
-        own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
-        found = {id(value): value for value in values if isinstance(value, Tensor) and value.layout is torch.strided}
-        loose = [value for value in found.values() if value.untyped_storage()._cdata not in own]
-        self._kept = [(value, value.detach().clone()) for value in loose]
+        self._kept = [(value, value.detach().clone()) for value in loose_tensors(step)]
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -9,6 +9,8 @@ from functools import cache
 from types import MappingProxyType
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 # Whose code is looked into by the guards: a user's is, that of libraries is not.
 
@@ -50,20 +52,22 @@ MISSING = _Missing()
 
 
 class Same:
-    """Equal to itself alone; holds the object, so that its identity is not given to another.
+    """Equal to itself alone, a tensor as long as it lies where it lay; holds the object, so that its identity is not given to another.
 
     Args:
         thing: the object.
     """
 
-    __slots__ = ("_object",)
+    __slots__ = ("_object", "_place")
 
     def __init__(self, thing: object) -> None:
         self._object = thing
+        is_plain = isinstance(thing, Tensor) and type(thing) in (Tensor, nn.Parameter) and thing.layout is torch.strided
+        self._place = (thing.data_ptr(), thing.stride()) if is_plain else None  # type: ignore[attr-defined]
 
     def __eq__(self, other: object) -> bool:
-        """Compare by identity."""
-        return isinstance(other, Same) and self._object is other._object
+        """Compare by identity, and place."""
+        return isinstance(other, Same) and self._object is other._object and self._place == other._place
 
     def __hash__(self) -> int:
         """Hash the identity."""

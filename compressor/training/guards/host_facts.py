@@ -27,6 +27,7 @@ from compressor.training.guards.containers import (
     classes,
     containers,
     guarded_tensors,
+    loose_tensors,
     watches_update,
 )
 from compressor.training.guards.frozen_value import MISSING, Same, frozen
@@ -171,7 +172,7 @@ def _spell(before: Any, after: Any) -> str:
         if gone or come:
             return f"{gone!r} and is now {come!r}, among {len(after)}"
     same = repr(before) == repr(after)
-    return f"{before!r} and is now {'another of the same kind' if same else repr(after)}"
+    return f"{before!r} and is now {'another of the same kind, or lies otherwise' if same else repr(after)}"
 
 
 _tensor_facts = operator.attrgetter("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -205,7 +206,9 @@ class Identities:
         self._lists = [table for table in filled if not isinstance(table, Mapping)]
         # State of the optimizer is exchanged, which shows without its address; nobody gives it another storage in place.
         others = (tensor for name, tensor in guarded_tensors(step).items() if name.startswith(("grad:", "buffer:")))
-        self._tensors: list[Tensor] = [*self._parameters, *others]
+        loose = loose_tensors(step)
+        self._tensors: list[Tensor] = [*self._parameters, *others, *loose]
+        self._turned = [*self._learning, *loose]
         self._values = self._by_value()
         self._objects = self._by_identity()
 
@@ -242,6 +245,7 @@ class Identities:
             *map(len, self._lists),
             *map(len, self._modules),
             *map(Tensor.data_ptr, self._tensors),
+            *map(Tensor.stride, self._turned),  # `.data =` and t_() turn a tensor where it lies
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_autocast_enabled(self._device),

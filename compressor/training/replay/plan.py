@@ -76,7 +76,7 @@ class Plan:
         now = self._guarded(guarded_tensors(self.step))
         if now != self._addresses:
             name = next(name for name in {**self._addresses, **now} if now.get(name) != self._addresses.get(name))
-            what = "is gone" if name not in now else "is new" if name not in self._addresses else "lies elsewhere"
+            what = _drift(self._addresses.get(name), now.get(name))
             is_gradient = name.startswith("grad:")
             own = "end a backward pass of your own, or what else has set it, with optimizer.zero_grad()"
             advice = own if is_gradient else "update in place with copy_"
@@ -220,7 +220,13 @@ def _watch(
 
 
 def _addresses(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in tensors.items()}
+    return {name: (t.data_ptr(), t.shape, t.stride(), t.dtype, t.is_neg(), t.is_conj()) for name, t in tensors.items()}
+
+
+def _drift(before: tuple[Any, ...] | None, now: tuple[Any, ...] | None) -> str:
+    if before is None or now is None:
+        return "is new" if before is None else "is gone"
+    return "lies elsewhere" if before[0] != now[0] else "is read in another shape, order, dtype or sign"
 
 
 def refuse_early(step: TrainStep) -> None:

@@ -304,8 +304,8 @@ BUGS: tuple[Mutant, ...] = (
         "scales keep their size",
         "AWQ",
         _SMOOTH + "_candidates",
-        "scales_C = scales_C / (own.max()",
-        "scales_C / (own.max()",
+        "made.append(scales_C / (scales_C.max() * scales_C.min()).sqrt())",
+        "made.append(scales_C)",
     ),
     _bug("half_of_the_grid", "strong scales are not tried", "AWQ", _SMOOTH + "_candidates", "step / n_grid for", "step / n_grid / 2 for"),
     _bug(
