@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from harness.nightly.config import NightlyConfig
     from harness.nightly.history import History
     from harness.nightly.judging.judgement import Judgement
+    from harness.nightly.measurement import Measurement
     from harness.nightly.runner import Night
 
 
@@ -246,15 +248,31 @@ def _accept(settings: AcceptSettings) -> Verdict:
 
     history = _history(settings)
     word = history.accept(_known(history, settings.metric), settings.night, settings.reason, settings.until)
-    found = judge(history.series(word.metric), history.acceptances(word.metric))
+    series, words = history.series(word.metric), history.acceptances(word.metric)
+    found = judge(series, words)
     meant = next((one for one in reversed(found.changes) if one.acceptance == word), None)  # it may mean earlier ones, too
     level = f"the level since {meant.night}" if meant else f"a level that begins on {word.night} or before"
     print(f"{word.metric}: {level} is accepted {'until ' + word.until if word.until else 'for good'}: {word.reason}")
     if meant is not None and meant.night != word.night:
         print(f"it begins on {meant.night}, not on {word.night}, the night that was named")
-    if meant is None:
-        print(f"none is seen that begins there: {found.summary}")
+    unchanged = found if meant is None else _unchanged(series, word.night)
+    if unchanged is not None:
+        print(f"none is seen that begins there: {unchanged.summary}")
+    if meant is not None and word.until:
+        behind = judge(series, words, date.fromisoformat(word.until) + timedelta(days=1)).changes
+        for other in {one.acceptance for one in behind if one.night == meant.night and one.acceptance is not None}:
+            end = f"until {other.until}" if other.until else "for good"
+            print(f"behind {word.until} an earlier word goes on {end}, that on {other.night}; say it again with its own --until")
     return Verdict.PASS
+
+
+def _unchanged(series: list[Measurement], night: str) -> Judgement | None:
+    """What a night of sequences says against the one before, whatever the baseline; None where it is worse, and of repetitions."""
+    from harness.nightly.judging.paired import judge_paired
+
+    place = next(index for index, one in enumerate(series) if one.night == night)
+    found = judge_paired(series[place - 1 : place + 1]) if series[0].kind == "paired" else None
+    return None if found is None or found.verdict is Verdict.REGRESSION else found
 
 
 def _export(settings: ExportSettings) -> Verdict:

@@ -14,6 +14,7 @@ import pytest
 from harness.cli import main
 from harness.nightly import History
 from harness.nightly.environment import current_environment
+from harness.nightly.judging.judge import judge
 
 
 @pytest.fixture
@@ -82,6 +83,29 @@ def test_a_change_is_accepted_for_a_while(history: Path, capsys: pytest.CaptureF
         History(history).add("slower", [1.05], environment=current_environment(), night=label)
         codes.append(nightly(capsys, "judge", "slower", "--history", history)[0])
     assert codes == [2, 0, 1]  # too few nights at the new level, the level, the change again
+
+
+def test_a_word_that_is_made_shorter_tells_of_one_on_another_night_that_goes_on(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def accept(night: str, *until: str) -> str:
+        return nightly(capsys, "accept", "slower", night, "--reason", "meant", *until, "--history", history)[1]
+
+    short = ("--until", "2999-02-18")
+    accept("2026-02-18")
+    assert "behind 2999-02-18 an earlier word goes on for good, that on 2026-02-18; say it again" in accept("2026-02-17", *short)
+    assert "goes on" in accept("2026-02-17", *short)
+    accept("2026-02-18", *short)
+    assert "goes on" not in accept("2026-02-17", *short)
+    changes = judge(History(history).series("slower"), History(history).acceptances("slower"), date(2999, 2, 19)).changes
+    assert [one.acceptance for one in changes] == [None]
+
+
+def test_of_sequences_too_it_is_said_that_no_change_begins_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, losses = tmp_path / "kl.sqlite", np.random.default_rng(0).uniform(1, 2, 32)
+    for place, factor in enumerate((1.0, 1.0, 1.1, 1.1, 1.0)):
+        History(path).add("kl", (losses * factor).tolist(), environment=current_environment(), night=f"{place}", kind="paired")
+    told = [nightly(capsys, "accept", "kl", f"{place}", "--reason", "meant", "--history", path)[1] for place in range(5)]
+    assert ["none is seen that begins there" in text for text in told] == [True, True, False, True, True]
+    assert "equal to 2, the baseline" in told[3] and "-9.09%" in told[4]
 
 
 def test_add_writes_a_night_and_leaves_the_verdict_to_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
