@@ -159,7 +159,7 @@ class Prober:
         self._in_front = in_front
         self.sources: list[str] = []
         self._model, self._batch = model, batch
-        self.modules = {name: module for name, module in model.named_modules() if _has_weight(module)}
+        self.modules = {name: module for name, module in model.named_modules() if has_weight(module)}
         self.inputs: dict[str, list[Tensor]] = {}
         self.arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of the first call, in which weights are tried
         self.widths: dict[str, int] = {}
@@ -282,7 +282,7 @@ class Prober:
         def before(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
                 x = input_of(args, kwargs)
-                if x is not None and x.shape[-1] == _columns(module):
+                if x is not None and x.shape[-1] == columns_of(module):
                     self.inputs.setdefault(name, []).append(x.detach().clone())
                     self.arguments.setdefault(name, tree_map_only(Tensor, lambda one: one.detach().clone(), _first(args, kwargs)))
 
@@ -409,12 +409,28 @@ def _is_scaled(x: Tensor, base: Tensor, factor_K: Tensor) -> bool:
     return bool(is_told.any()) and bool(((x - other).float().abs() <= _OF_SMALLEST_FLOAT16 * factor_K.float())[is_told].all())
 
 
-def _has_weight(module: nn.Module) -> bool:
+def has_weight(module: nn.Module) -> bool:
+    """Tell norms, linear layers and embeddings, alone, from other modules.
+
+    Args:
+        module: any module.
+
+    Returns:
+        True where a forward is watched.
+    """
     weight = module._parameters.get("weight")
     return weight is not None and weight.dim() in (1, 2) and weight.is_floating_point() and next(module.children(), None) is None
 
 
-def _columns(module: nn.Module) -> int:
+def columns_of(module: nn.Module) -> int:
+    """Return how many channels a module with a weight reads.
+
+    Args:
+        module: see `has_weight`.
+
+    Returns:
+        Columns of the weight, or entries of that of a norm.
+    """
     weight = weight_of(module) if is_quantizable(module) else module.get_parameter("weight")
     return int(weight.shape[-1])
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -279,7 +279,7 @@ def _followed(
             stack.enter_context(standing_in(model.get_submodule(name), ledger.taking(name, examples[like])))
         stack.enter_context(torch.no_grad())
         stack.enter_context(ledger)
-        stack.enter_context(_FusedAttention(ledger))
+        stack.enter_context(FusedAttention(ledger))
         output = model(**batch)
     if any(example.num_calls > 1 for example in examples.values()):
         raise _OutOfOrderError
@@ -462,10 +462,18 @@ class _Ledger(TorchDispatchMode):
                 del self._in_use[key]
 
 
-class _FusedAttention(TorchFunctionMode):
+class Attending(Protocol):
+    """What stands for attention as a whole."""
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return what attention gives."""
+
+
+class FusedAttention(TorchFunctionMode):
     """Keeps attention in one piece: on the meta device torch would write out its score matrix."""
 
-    def __init__(self, ledger: _Ledger) -> None:
+    def __init__(self, ledger: Attending) -> None:
+        """Take who says what attention gives."""
         super().__init__()
         self._ledger = ledger
 

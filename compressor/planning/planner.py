@@ -44,6 +44,7 @@ from compressor.pipelines.settings import cut_at_inputs, expert_targets
 from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
+from compressor.planning.inner import foresee_inner
 from compressor.planning.refusals import CANNOT_FOLLOW, refuse_recipe, reshaped
 from compressor.planning.stages import Beside, Setting, lay_out
 from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of, stored_bytes_of
@@ -53,9 +54,7 @@ from compressor.settings.options import from_settings
 from compressor.settings.verbs import PlanSettings
 from compressor.tracing import Partition, partition
 
-# How much memory this process has: the baseline that tensors come on top of.
-
-_STATUS = Path("/proc/self/status")
+_STATUS = Path("/proc/self/status")  # how much memory this process has: the baseline that tensors come on top of
 
 
 def resident_bytes() -> int:
@@ -226,6 +225,7 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
             speed = measure_speed(device, next((p.dtype for p in skeleton.parameters()), torch.float32))
             ahead = None if in_memory else int(on_gpu)  # on a GPU the next layer is on its way
             suspends = settings.engine == "suspend"
+            foresee_inner(skeleton, parsed.modifiers)
             turning = [one for one in parsed.modifiers if isinstance(one, RotatingModifier)]
             held = bytes_of(skeleton) + sum(one.added_bytes(skeleton) for one in turning)
             setting = Setting(held, not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 
 from compressor.data.collate import Batch
@@ -78,6 +78,8 @@ class SpinQuantModifier(RotatingModifier):
     batch_size: int = Field(default=8, gt=0)
     lr: float = Field(default=0.02, gt=0, le=1)
     held_out_frac: float = Field(default=0.125, gt=0, lt=1)
+
+    _inner: frozenset[str] | None = PrivateAttr(default=None)
 
     @field_validator("rotations", mode="after")
     @classmethod
@@ -211,7 +213,7 @@ class SpinQuantModifier(RotatingModifier):
         return shared.nbytes if is_tied and isinstance(shared, Tensor) else 0
 
     def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int, str]]:
-        """With R4, the last layers of MLPs, told by the config's sizes: which they are, a forward of the weights says.
+        """With R4, the last layers of MLPs: as a plan has foreseen them, or else told by the config's sizes.
 
         Args:
             model: with or without values; not modified.
@@ -225,8 +227,17 @@ class SpinQuantModifier(RotatingModifier):
         for name, module in model.named_modules():
             if is_quantizable(module) and not isinstance(module, nn.Embedding):
                 rows, columns = weight_of(module).shape
-                if columns in inner and rows == given.get("hidden_size"):
+                by_shape = columns in inner and rows == given.get("hidden_size")
+                if "R4" in self.rotations and (by_shape if self._inner is None else name in self._inner):
                     yield name, columns, "R4"
+
+    def foresee_inner(self, names: Sequence[str] | None) -> None:
+        """Take what R4 would turn, as followed on shapes; a run sees it on the weights.
+
+        Args:
+            names: dotted names of layers; None where no forward could be followed.
+        """
+        self._inner = None if names is None else frozenset(names)
 
     def _basis(self, state: State, batch: Batch) -> Basis:
         try:

@@ -14,12 +14,18 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from compressor import QuantizationModifier, oneshot
 from compressor.cli.main import main
-from compressor.errors import CheckpointError, RecipeError
+from compressor.errors import CheckpointError, RecipeError, TargetError
+from compressor.mappings.inner import find_inner
+from compressor.model.experts.unfuse import unfused_experts
+from compressor.model.loading.sample_batches import sample_batches
 from compressor.modifiers.transforms.awq import AWQModifier
 from compressor.modifiers.transforms.quip import QuIPModifier
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
+from compressor.nn.online_rotation import rotated_modules
 from compressor.planning import Plan, plan, planner
 from compressor.planning.estimate import Speed
+from compressor.planning.inner import inner_layers
+from harness.traceability.architectures import zoo
 from tests import tiny
 
 GPTQ = {"GPTQModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": "W8A8"}}
@@ -123,6 +129,40 @@ def test_rotations_in_the_forward_cost_what_a_forward_of_the_result_takes(modifi
         assert list(made.online) == [f"model.layers.{index}.mlp.down_proj" for index in range(2)]
     weights = sum(module.weight.numel() for module in model.modules() if isinstance(module, torch.nn.Linear))
     assert made.online_share == pytest.approx(sum(made.online.values()) / (2 * weights))
+
+
+# Dense and fused, experts of three layouts, layers that share weights, a projection in front of all, norms without statistics.
+FOLLOWED = ("llama", "phi3", "gpt2", "mixtral", "gpt_oss", "jamba", "llama4", "deepseek_v3", "minimax", "albert", "electra", "mobilebert")
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_r4_would_turn_is_followed_on_shapes(name: str) -> None:
+    model = zoo()[name].build(0).eval()
+    skeleton = planner.without_values(model)
+    with unfused_experts(model, hold=True) as own, unfused_experts(skeleton, hold=True) as experts:
+        assert inner_layers(skeleton) == find_inner(model, sample_batches(model).batches[0], torch.device("cpu"))
+        own.restore()
+        experts.restore()
+
+
+def test_square_layers_are_not_taken_for_those_that_end_an_mlp() -> None:
+    def model() -> Any:
+        return tiny.qwen3_moe(hidden_size=32, moe_intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+
+    rest = ["lm_head", "re:.*mlp.gate$"]
+
+    def recipe(*left: str) -> list[Any]:
+        rounded = QuantizationModifier(scheme="W8A8", ignore=rest)
+        return [SpinQuantModifier(rotations=["R4"]), QuIPModifier(ignore=[*rest, *left]), rounded]
+
+    made = plan(model(), recipe=recipe("re:.*down_proj"))
+    turned = rotated_modules(oneshot(model(), recipe=recipe("re:.*down_proj"), device="cpu").model)
+    assert set(made.online) == set(turned)
+    assert {name for name, _, group in SpinQuantModifier(rotations=["R4"]).turned_online(model()) if group == "R4"} > {
+        name for name, rotations in turned.items() if rotations[0].group == "R4"
+    }  # shapes alone say more
+    with pytest.raises(TargetError, match="down_proj is turned by R4 already"):
+        plan(model(), recipe=recipe())
 
 
 def test_it_is_shown_and_sizes_without_a_matrix_are_refused(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
