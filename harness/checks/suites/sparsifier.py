@@ -235,6 +235,8 @@ def makes_up(subject: Sparsifier, context: CheckContext) -> str:
     seen = each_ordinary(subject, context, examined)
     for columns in (3, 97, 260, 644):
         _hold_last_columns(subject, context, columns)
+    for columns, seed in ((97, 1), (97, 2), (644, 3)):  # one shape with other inputs; more columns than are taken at once
+        _hold_far_columns(subject, columns, context.seed + seed)
     return f"{seen}, errors at most {worst:.3f} of those of the dense solver"
 
 
@@ -256,6 +258,22 @@ def _hold_last_columns(subject: Sparsifier, context: CheckContext, columns: int)
         own, limit = (_row_losses(weight, one, wide).sqrt() for one in (pruned, best))
         beyond = own > _DAMPING * limit.clamp(min=1e-6 * float(exact.abs().max()))
         refuse(beyond, f"{label}: the last {last} do not make up for the others", error=own, possible=limit)
+
+
+def _hold_far_columns(subject: Sparsifier, columns: int, seed: int) -> None:
+    """Let inputs be sums of sixteen signals, so that columns far apart make up for each other."""
+    columns = -(-columns // multiple_of(subject)) * multiple_of(subject)
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * columns, 16, generator=generator) @ torch.randn(16, columns, generator=generator)
+    x = x + torch.randn(x.shape, generator=generator)
+    x = x / x.square().mean(0).sqrt() * torch.linspace(1.1, 1.0, columns)  # by falling diagonal they lie as they are
+    weight, hessian = torch.randn(8, columns, generator=generator), 2 * x.t() @ x / len(x)
+    pruned, wide = subject.prune(weight.clone(), hessian.clone()), hessian.double()
+    dampings = (share * wide.diagonal().mean() * torch.eye(columns) for share in (0.0, 0.1))
+    best = [drop_dense(weight, wide + damping, pruned == 0, torch.arange(columns)) for damping in dampings]
+    limit = torch.stack([_row_losses(weight, one, wide).sqrt() for one in best]).amax(0)
+    own = _row_losses(weight, pruned, wide).sqrt()
+    refuse(own > 1.2 * limit, f"{list(weight.shape)}: columns do not make up for those far from them", error=own, possible=limit)
 
 
 def _one_signal(columns: int, num_last: int, seed: int) -> tuple[Tensor, Tensor]:
