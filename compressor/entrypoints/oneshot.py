@@ -39,7 +39,7 @@ from compressor.model.checkpoints.online import rotation_notes
 from compressor.model.checkpoints.save import save_checkpoint, saved_state
 from compressor.model.class_readers import buffer_notes, check_readable, dtype_notes, module_notes, reading_notes
 from compressor.model.disk_room import check_room
-from compressor.model.evaluation import check_dtypes_around, plain_gradients
+from compressor.model.evaluation import check_dtypes_around, packing_notes, plain_gradients
 from compressor.model.experts.unfuse import UnfusedModel, unfused_experts
 from compressor.model.folder import resolve_folder, weight_files
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device, untie
@@ -174,7 +174,7 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
             journal = journal if ranks.size == 1 else held.enter_context(SharedJournal(journal, ranks))
             run_pipeline(chosen, session, data, progress=bars, settings=sequential, journal=journal)
             session.finalize()
-            _note_few_tokens(state, settings.min_tokens_per_module)
+            _note_data(state, settings.min_tokens_per_module)
             _check_changes(state, parsed, untouched)
         monitor.end_phase("compress")
         record: dict[str, Any] = loaded.source_record | run_record(parsed.dump(), base, data, state.report, choices, state.seed, run)
@@ -289,9 +289,12 @@ def _rare(settings: OneshotSettings, config_dir: Path | None) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value != OneshotSettings.model_fields[name].default}
 
 
-def _note_few_tokens(state: State, share: float | None) -> None:
-    """Note modules that too few tokens reached."""
-    if share is None or state.data is None:
+def _note_data(state: State, share: float | None) -> None:
+    """Note what forwards without a cache made of the data, and modules that too few tokens reached."""
+    if state.data is None:
+        return
+    state.report.notes += packing_notes(state.model, state.data.batches)
+    if share is None:
         return
     least = share * state.data.num_tokens
     few = {name: one.num_tokens for name, one in state.report.modules.items() if one.num_tokens is not None and one.num_tokens < least}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from compressor.mappings.pairs import scale_source
 from compressor.tracing.graph.replay import copy_alone
 
 _CLOSE = 1e-6  # relative, in float64: norms may compute in float32 whatever they are given
@@ -100,3 +102,26 @@ def close(one: Tensor | None, other: Tensor) -> bool:
     if one is None or one.shape != other.shape:
         return False
     return float((one - other).abs().max()) <= _CLOSE * float(other.abs().max())
+
+
+def scaling_offset(module: nn.Module, width: int, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> float | None:
+    """Find out whether the weight of a module scales its output channel by channel, as that of a norm or a linear layer does.
+
+    Args:
+        module: with a weight; not modified.
+        width: channels of its output.
+        arguments: of a call.
+
+    Returns:
+        What is added to the weight before it multiplies; None where it does something else.
+    """
+    args, kwargs = doubled_arguments(arguments)
+    weight = module.get_parameter("weight")
+    factor_C = torch.linspace(0.5, 2.0, width, dtype=torch.float64, device=weight.device)
+    plain = output_of(double(module), args, kwargs)
+    for offset in (0.0, 1.0) if weight.dim() == 1 else (0.0,):
+        changed = double(module)
+        scale_source(changed, factor_C, offset)
+        if plain is not None and plain.shape[-1:] == (width,) and close(output_of(changed, args, kwargs), plain * factor_C):
+            return offset
+    return None

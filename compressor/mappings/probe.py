@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.errors import NumericsError, TargetError, TracingError
-from compressor.mappings.alone import close, double, doubled_arguments, input_of, output_of, outputs_of
-from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, scale_reader, scale_source
+from compressor.mappings.alone import close, double, doubled_arguments, input_of, outputs_of, scaling_offset
+from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, scale_reader
 from compressor.model import resolve_device
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import owners_of_parameters
@@ -78,7 +79,7 @@ def find_pairs(
     if unknown is not None:
         raise TargetError(f"sources: {unknown!r} is no module of {type(model).__name__}; {suggest(unknown, names)}")
     check_model(model)
-    prober = Prober(model, batch_to(excerpt(as_batch(batch), 0), resolve_device(device)))
+    prober = Prober(model, batch_to(excerpt(as_batch(batch), 0), resolve_device(device)), stirs_dead=True)
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
         prober.run_plainly()
         kinds: dict[str, list[str]] = {}
@@ -154,9 +155,17 @@ class Prober:
         sources: dotted names of norms and linear layers that the forward calls, in the order of their first calls.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, *, in_front: bool = False) -> None:
-        """Take a model and a batch on its device; `in_front` looks at inputs before hooks, and rotations, of the layers do."""
-        self._in_front = in_front
+    def __init__(self, model: nn.Module, batch: Batch, *, in_front: bool = False, stirs_dead: bool = False) -> None:
+        """Take a model and a batch on its device.
+
+        Args:
+            model: as `find_pairs` has it.
+            batch: an excerpt.
+            in_front: look at inputs before hooks, and rotations, of the layers do.
+            stirs_dead: modules whose weight is all zeros give numbers, too: what reads them can be told, as with any other weight.
+        """
+        self._in_front, self._stirs_dead = in_front, stirs_dead
+        self._stirred: dict[str, Tensor] = {}
         self.sources: list[str] = []
         self._model, self._batch = model, batch
         self.modules = {name: module for name, module in model.named_modules() if has_weight(module)}
@@ -170,6 +179,9 @@ class Prober:
     def run_plainly(self) -> None:
         """Note what every layer is handed, and what the model gives; see `find_pairs` for the errors."""
         self.outputs = self.forward(self._noting(), plain_forward)
+        if self._stirred:
+            self.inputs, self.arguments = {}, {}
+            self.outputs = self.forward(self._noting(), plain_forward)
         again = self.forward({})
         if any(bool(one.isnan().any()) for one in self.outputs):
             spoilt = [name for name, seen in self.inputs.items() if not all(bool(one.isfinite().all()) for one in seen)]
@@ -282,7 +294,7 @@ class Prober:
         def before(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
                 x = input_of(args, kwargs)
-                if x is not None and x.shape[-1] == columns_of(module):
+                if x is not None and x.numel() and x.shape[-1] == columns_of(module):  # an expert without tokens shows nothing
                     self.inputs.setdefault(name, []).append(x.detach().clone())
                     self.arguments.setdefault(name, tree_map_only(Tensor, lambda one: one.detach().clone(), _first(args, kwargs)))
 
@@ -290,9 +302,11 @@ class Prober:
 
         def after(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
-                del module, args
-                if isinstance(output, Tensor) and output.is_floating_point():
+                del args
+                if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
                     self.widths[name] = output.shape[-1]
+                    if self._stirs_dead and not output.any() and not module.get_parameter("weight").any():
+                        self._stirred[name] = torch.linspace(0.5, 1.5, output.shape[-1], dtype=output.dtype, device=output.device)
 
             return hook
 
@@ -305,6 +319,8 @@ class Prober:
     ) -> list[Tensor]:
         """Run the model with hooks before and after modules, by name; return the tensors that it gives."""
         with ExitStack() as stack:
+            for name, noise_C in self._stirred.items():
+                stack.callback(self.modules[name].register_forward_hook(partial(_stir, noise_C)).remove)
             for name, (before, after) in hooks.items():
                 if before is not None:
                     stack.callback(self.modules[name].register_forward_pre_hook(before, with_kwargs=True, prepend=self._in_front).remove)
@@ -357,6 +373,8 @@ class _Watch:
     def _arriving(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             x, number = input_of(args, kwargs), self._calls.get(name, 0)
+            if x is not None and not x.numel():
+                return None
             self._calls[name] = number + 1
             known = self._prober.inputs[name]
             if x is None or number >= len(known) or x.shape != known[number].shape:
@@ -390,6 +408,11 @@ class _Watch:
                 self.pairs[source] = replace(tried, readers=readers, place=place)
                 return True
         return False
+
+
+def _stir(noise_C: Tensor, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    del module, args
+    return output + noise_C
 
 
 def _layouts(channels: int, columns: int) -> list[tuple[int | None, int]]:
@@ -441,29 +464,6 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any,
         return args, dict(kwargs)
     name = next(iter(kwargs))
     return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
-
-
-def scaling_offset(module: nn.Module, width: int, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> float | None:
-    """Find out whether the weight of a module scales its output channel by channel, as that of a norm or a linear layer does.
-
-    Args:
-        module: with a weight; not modified.
-        width: channels of its output.
-        arguments: of a call.
-
-    Returns:
-        What is added to the weight before it multiplies; None where it does something else.
-    """
-    args, kwargs = doubled_arguments(arguments)
-    weight = module.get_parameter("weight")
-    factor_C = torch.linspace(0.5, 2.0, width, dtype=torch.float64, device=weight.device)
-    plain = output_of(double(module), args, kwargs)
-    for offset in (0.0, 1.0) if weight.dim() == 1 else (0.0,):
-        changed = double(module)
-        scale_source(changed, factor_C, offset)
-        if plain is not None and plain.shape[-1:] == (width,) and close(output_of(changed, args, kwargs), plain * factor_C):
-            return offset
-    return None
 
 
 def tied_modules(model: nn.Module) -> dict[str, str]:

@@ -37,6 +37,27 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
                 module.training = training[name]
 
 
+def packing_notes(model: nn.Module, batches: Iterable[Any]) -> list[str]:
+    """Say where a forward without a cache computes something else than one with it.
+
+    Args:
+        model: outside of `evaluation_mode`.
+        batches: of its data.
+
+    Returns:
+        A note for the report, where positions begin again and nobody masks: transformers keeps such sequences apart, but not with a cache.
+    """
+    if not any(getattr(config, "use_cache", False) for config in _configs(model)):
+        return []
+    unmasked = (batch.get("position_ids") for batch in batches if isinstance(batch, dict) and batch.get("attention_mask") is None)
+    if not any(bool((positions.diff(dim=-1) < 0).any()) for positions in unmasked if isinstance(positions, Tensor)):
+        return []
+    return [
+        "positions begin again within a sequence, and no attention_mask is given: without a cache, as here and in training, transformers "
+        "keeps what is packed apart, and with one (use_cache, the model's own setting) it does not; give the mask that is meant"
+    ]
+
+
 def _configs(model: nn.Module) -> list[Any]:
     """All configurations in a model; parts of a model (encoder, decoder, language model) may have their own."""
     configs = [module.__dict__["config"] for module in model.modules() if "config" in module.__dict__]

@@ -30,7 +30,7 @@ class ScaleTuningModifier(Modifier):
 
     Attributes:
         steps: of Adam, at most.
-        batch_size: sequences in a step.
+        batch_size: sequences in a step, at most.
         lr: by how much a step moves a weight of typical size at the peak, in steps of its grid; rises over a tenth of the steps, falls as
             a cosine.
         held_out_frac: share of the calibration sequences that no step sees, on which the best state is chosen.
@@ -132,7 +132,7 @@ class ScaleTuningModifier(Modifier):
         """
         held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
         measurements = 1 + -(-self.steps // self._every)
-        return num_samples + measurements * held_out + 3 * self.steps * self.batch_size
+        return num_samples + measurements * held_out + 3 * self.steps * min(self.batch_size, num_samples)
 
     @property
     def _every(self) -> int:
@@ -150,7 +150,7 @@ class ScaleTuningModifier(Modifier):
             details: dict[str, Detail] = {**known.details, "tuned": step}
             state.report.modules[name] = replace(known, details=details)
         moved = f"scales of {len(moves.scales)} layers and {len({name.rpartition('.')[0] for name in moves.norms})} norms"
-        spent = f"{outcome.steps} of {self.steps} steps of {self.batch_size} sequences for {moved}"
+        spent = f"{outcome.steps} of {self.steps} steps of {min(self.batch_size, len(split.trained))} sequences for {moved}"
         numbers = f"{outcome.before:.6g} -> {outcome.after:.6g} on {len(split.held_out)} held-out sequences (best after step "
         seen = f"{outcome.trained_before:.6g} -> {outcome.trained_after:.6g} on {len(split.trained)} that were trained on"
         if outcome.best_step:

@@ -63,7 +63,7 @@ class SpinQuantModifier(RotatingModifier):
         precision: float64, in which all is computed.
         learnable: train R1 and R2 on the calibration data, against what the model predicted, rounded as the modifiers behind will.
         steps: of the training.
-        batch_size: sequences in a step.
+        batch_size: sequences in a step, at most.
         lr: angle, about, by which a step turns at its peak.
         held_out_frac: share of the sequences that only judge; the best state on them is kept, the fixed rotation where none is better.
     """
@@ -198,7 +198,7 @@ class SpinQuantModifier(RotatingModifier):
         if not self.learnable:
             return 0.0
         held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
-        return num_samples + 9 * held_out + 3 * self.steps * self.batch_size
+        return num_samples + 9 * held_out + 3 * self.steps * min(self.batch_size, num_samples)
 
     @property
     def found_in_forwards(self) -> str:

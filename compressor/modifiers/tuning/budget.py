@@ -109,7 +109,8 @@ def tune(
     """
     check_trainable((*model.named_parameters(), *model.named_buffers()))
     optimizer = torch.optim.Adam(moves.tensors(), lr=budget.lr, betas=_BETAS, eps=1e-10)
-    batches = _batches(split.trained, budget.batch_size, budget.seed)
+    batch_size = min(budget.batch_size, len(split.trained))
+    batches = _batches(split.trained, batch_size, budget.seed)
     with frozen(model):
         before = best = _held_out(moves, base, split)
         if not math.isfinite(before):
@@ -134,7 +135,7 @@ def tune(
                     best, best_step, misses, kept = now, step, 0, moves.copies()
             tell(f"held out {before:.3g} -> {best:.3g}")
         moves.restore(kept)
-    few = max(1, min(len(losses), len(split.trained) // budget.batch_size))
+    few = max(1, min(len(losses), len(split.trained) // batch_size))
     return Outcome(before, best, best_step, step, sum(losses[:few]) / few, sum(losses[-few:]) / few)
 
 

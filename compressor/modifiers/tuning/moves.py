@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from compressor.algorithms.scale_tuning import FixedCodes, move_gradient, moved_scale, scaled_weight, unit_of
 from compressor.lifecycle import State
-from compressor.mappings.probe import scaling_offset
+from compressor.mappings.alone import scaling_offset
 from compressor.modifiers.tuning.gradients import Unreached
 from compressor.nn import QuantizedLayer
 from compressor.numerics import check_qparams

@@ -315,6 +315,41 @@ def test_what_is_linear_within_a_range_alone_passes_no_scale(name: str, dtype: t
     assert found.by_source["norm"].readers == ("up", "gate")
 
 
+@pytest.mark.parametrize("dead", ["mlp.up_proj", "mlp.gate_proj", "self_attn.v_proj", "post_attention_layernorm"])
+def test_a_weight_of_zeros_in_one_layer_hides_no_pair(dead: str) -> None:
+    model, batch = text("Llama", GQA)()
+    found = find_pairs(model, batch, CPU)
+    model.get_submodule(f"model.layers.1.{dead}").get_parameter("weight").data.zero_()
+    assert find_pairs(model, batch, CPU).pairs == found.pairs
+
+
+class _Loop(nn.Module):
+    """A mixture that calls every expert, without rows, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.gate = nn.Embedding(64, 16), nn.LayerNorm(16), nn.Linear(16, 2, bias=False)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(input_ids)).reshape(-1, 16)
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_expert_that_is_called_without_rows_shows_nothing(number: int) -> None:
+    torch.manual_seed(0)
+    model = _Loop()
+    chosen = model.gate(model.norm(model.embed.weight)).argmax(-1)
+    found = find_pairs(model, {"input_ids": (chosen != number).nonzero()[:3, 0][None]}, CPU)
+    assert found.pairs == ()
+    assert found.why_not["norm"] == f"experts.{number}.0, which this data does not call, may read it, too"
+
+
 def test_a_forward_that_draws_random_numbers_proves_nothing() -> None:
     with pytest.raises(TracingError, match="other bits when it is run again"):
         find_pairs(_Noisy(), {"input_ids": _ids}, CPU)

@@ -131,6 +131,11 @@ def test_padding_counts_nowhere() -> None:
     assert held_out(note_of(padded)) == pytest.approx(held_out(note_of(apart)), rel=1e-2)
 
 
+def test_a_step_has_at_most_the_sequences_there_are() -> None:
+    results = [oneshot(llama(), recipe=recipe(steps=4, batch_size=size), dataset=TOKENS[:8]) for size in (6, 10**9)]
+    assert "4 of 4 steps of 6 sequences" in note_of(results[1]) and note_of(results[0]) == note_of(results[1])
+
+
 @pytest.mark.parametrize("learned", [ScaleTuningModifier(steps=4), SpinQuantModifier(rotations=["R1"], learnable=True, steps=4)], ids=type)
 def test_sequences_that_count_no_token_judge_nothing(learned: Any) -> None:
     def rows(*counted: int) -> DataLoader[Any]:

@@ -273,3 +273,17 @@ def test_a_plain_model_is_never_taken_for_one_that_sorts_its_tokens(seed: int) -
         batch_size=24,
     )
     assert {record.num_tokens for record in result.report.modules.values()} == {sum(lengths)}
+
+
+@pytest.mark.parametrize(
+    ("begins_again", "mask", "use_cache"), [(True, False, True), (True, True, True), (True, False, False), (False, False, True)]
+)
+def test_packed_sequences_that_a_cache_would_join_are_told(begins_again: bool, mask: bool, use_cache: bool) -> None:
+    model = tiny.llama()
+    model.config.use_cache = use_cache
+    positions = torch.tensor([0, 1, 2, 0, 1, 2, 3] if begins_again else range(7))[None]
+    batch = {"input_ids": torch.arange(7)[None], "position_ids": positions} | ({"attention_mask": torch.ones(1, 7).long()} if mask else {})
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16, "strategy": "group"}}
+    recipe = GPTQModifier(config_groups={"g": group}, ignore=["lm_head"])
+    notes = oneshot(model, recipe=recipe, dataset=DataLoader([batch], batch_size=None)).report.notes  # type: ignore[arg-type]
+    assert any("positions begin again" in note for note in notes) is (begins_again and not mask and use_cache)
