@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from harness.checks.inputs.norm_linear_models import in_dtype, logits, truly
 
 _UNDECIDED = 1e-4  # relative distance of two scores that rounding may exchange
 _NUM_DRAWS = 96
+Reading = Callable[[Sequence["Seen"]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,13 @@ class Seen:
         weights: of the router; 0 where it did not choose the expert.
         hits: 1 where it did.
         norms: of what the expert gives, by order of the norm.
+        ids: of the tokens, [R, T, 1] int64.
     """
 
     weights: Tensor
     hits: Tensor
     norms: Mapping[float, Tensor]
+    ids: Tensor
 
     def part(self, rows: Tensor, length: int) -> Seen:
         """Return what is seen of some rows, cut to a length."""
@@ -41,7 +45,13 @@ class Seen:
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Seen:
         """Return another view of the same."""
-        return Seen(change(self.weights), change(self.hits), {order: change(norm) for order, norm in self.norms.items()})
+        norms = {order: change(norm) for order, norm in self.norms.items()}
+        return Seen(change(self.weights), change(self.hits), norms, change(self.ids))
+
+    def without(self, number: int) -> Seen:
+        """Return the same as if one id were padding."""
+        there = self.ids != number
+        return replace(self, weights=self.weights * there, hits=self.hits * there)
 
 
 class Draw(NamedTuple):
@@ -72,13 +82,13 @@ def look(model: nn.Module, layers: Sequence[str], ids: Tensor) -> list[Seen]:
             return  # asked below
         hidden, index, weights = args
         number = module.get_parameter("down_proj").shape[0]
-        found[name] = Seen(torch.empty(0), torch.empty(0), {})
+        found[name] = Seen(torch.empty(0), torch.empty(0), {}, torch.empty(0))
         ones = weights.new_ones(len(hidden), 1)
         outputs = [module(hidden, torch.full((len(hidden), 1), expert), ones).double() for expert in range(number)]
         chosen = index[..., None] == torch.arange(number)
         norms = {order: torch.stack([one.norm(order, dim=-1) for one in outputs], -1) for order in (1.0, 2.0, torch.inf)}
         given = (weights.double()[..., None] * chosen).sum(1)
-        found[name] = Seen(given, chosen.any(1).double(), norms).each(lambda one: one.view(*ids.shape, number))
+        found[name] = Seen(given, chosen.any(1).double(), norms, ids[..., None]).each(lambda one: one.view(*ids.shape, -1))
 
     with ExitStack() as stack, truly(torch.float64), torch.no_grad():
         for name in layers:
@@ -105,8 +115,16 @@ def _rows(seen: Sequence[Seen]) -> list[Seen]:
     return [one.part(torch.tensor([row]), one.hits.shape[1]) for one in seen for row in range(len(one.hits))]
 
 
+def _mean_of_first(length: int, seen: Sequence[Seen]) -> Tensor:
+    return _mean([one.each(lambda x: x[:, :length]) for one in seen])
+
+
+def _mean_without(number: int, seen: Sequence[Seen]) -> Tensor:
+    return _mean([one.without(number) for one in seen])
+
+
 # Mistakes that are easily made: each a score [E] of batches.
-READINGS: Mapping[str, Callable[[Sequence[Seen]], Tensor]] = {
+READINGS: Mapping[str, Reading] = {
     "a mean of the batches' means": _mean_of_means,
     "a mean of the rows' means": lambda seen: _mean_of_means(_rows(seen)),
     "no first token": lambda seen: _mean([one.each(lambda x: x[:, 1:]) for one in seen]),
@@ -117,34 +135,44 @@ READINGS: Mapping[str, Callable[[Sequence[Seen]], Tensor]] = {
     "1-norms": lambda seen: _mean(seen, 1.0),
     "largest values": lambda seen: _mean(seen, torch.inf),
     "sums": _sum,
-    "router weights alone": lambda seen: _mean([Seen(one.weights, one.hits, {2.0: one.hits}) for one in seen]),
-    "outputs alone": lambda seen: _mean([Seen(one.hits, one.hits, one.norms) for one in seen]),
+    "router weights alone": lambda seen: _mean([replace(one, norms={2.0: one.hits}) for one in seen]),
+    "outputs alone": lambda seen: _mean([replace(one, weights=one.hits) for one in seen]),
 }
+LOW_IDS = 3
+"""Ids that are commonly special; without a model's word they are tokens."""
+LONG_READINGS: Mapping[str, Reading] = {
+    **{f"the first {length} tokens of each row": partial(_mean_of_first, length) for length in (24, 32, 64)},
+    **{f"id {number} as padding": partial(_mean_without, number) for number in range(LOW_IDS)},
+}
+"""Those that need long rows, or ids that are commonly special; on long rows norms are hardly told apart."""
 
 
-def telling_draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, untold: Collection[str], seed: int) -> Draw:
+def telling_draw(
+    ids: Tensor, seen: Sequence[Seen], sparsity: float, readings: Mapping[str, Reading], untold: Collection[str], seed: int
+) -> Draw:
     """Draw two batches of other sizes on which as many mistakes as possible would let other experts stay.
 
     Args:
         ids: [R, T].
         seen: of each layer.
         sparsity: share of the experts that go, rounded down.
-        untold: names of readings that are looked for first.
+        readings: the mistakes.
+        untold: names of those that are looked for first.
         seed: of the draws.
 
     Returns:
         The best of some draws.
     """
     generator = torch.Generator().manual_seed(seed)
-    draws = [_draw(ids, seen, sparsity, generator) for _ in range(_NUM_DRAWS)]
+    draws = [_draw(ids, seen, sparsity, readings, generator) for _ in range(_NUM_DRAWS)]
     return max(draws, key=lambda one: (len(one.told & set(untold)), len(one.told)))
 
 
-def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, generator: torch.Generator) -> Draw:
-    rows = torch.randperm(len(ids), generator=generator)
+def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, readings: Mapping[str, Reading], generator: torch.Generator) -> Draw:
+    rows, shortest = torch.randperm(len(ids), generator=generator), 48 if readings is LONG_READINGS else 2
     first, *lengths = (
         int(least * (most / least) ** float(torch.rand((), generator=generator)))
-        for least, most in ((1, len(ids) - 2), (2, ids.shape[1] + 1), (2, ids.shape[1] + 1))
+        for least, most in ((1, len(ids) - 2), (shortest, ids.shape[1] + 1), (shortest, ids.shape[1] + 1))
     )  # short ones as often as long ones
     cuts = [(rows[:first], lengths[0]), (rows[first : first + 2], lengths[1])]
     wanted: list[set[int] | None] = []
@@ -154,7 +182,7 @@ def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, generator: torch.G
         scores = _mean(batches)
         wanted.append(_staying(scores, sparsity))
         if wanted[-1] is not None:
-            told |= {name for name, score in READINGS.items() if _staying(score(batches), sparsity, 0.0) != wanted[-1]}
+            told |= {name for name, score in readings.items() if _staying(score(batches), sparsity, 0.0) != wanted[-1]}
     return Draw([ids[chosen, :length] for chosen, length in cuts], wanted, frozenset(told))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.expert_scores import READINGS, look, telling_draw
+from harness.checks.inputs.expert_scores import LONG_READINGS, LOW_IDS, READINGS, Reading, look, telling_draw
 from harness.checks.inputs.norm_linear_models import build, logits, reloaded, token_ids
 from harness.checks.protocols import ExpertPruner
 from harness.checks.suites.transform import refuse_vacuous
@@ -61,24 +61,44 @@ def _prune(subject: ExpertPruner, model: nn.Module, ids: Sequence[Tensor], masks
 )
 def criterion(subject: ExpertPruner, context: CheckContext) -> str:
     """Score each expert through the forward of the fused class, on batches on which mistakes would choose otherwise."""
-    judged, untold = 0, {architecture: set(READINGS) for architecture in subject.architectures}
+    judged, late, untold = 0, set(LONG_READINGS), {architecture: set(READINGS) for architecture in subject.architectures}
     for seed, architecture in _models(subject, context):
-        model = build(architecture, seed=seed)
-        layers = [name for name, _ in _layers(model)]
-        ids = torch.cat(token_ids(model, seed=seed, rows=8, length=24))
-        drawn = telling_draw(ids, look(model, layers, ids), subject.sparsity, untold[architecture], seed)
-        untold[architecture] -= drawn.told
-        kept = _prune(subject, model, drawn.ids)
-        if len(kept) != len(layers):
-            raise CheckFailed(f"{architecture}: {len(kept)} layers of experts are told, and the model has {len(layers)}")
-        for layer, wanted, own in zip(layers, drawn.wanted, kept, strict=True):
-            if wanted is not None and set(own) != wanted:
-                raise CheckFailed(f"{architecture}: of {layer} the experts {own} stay, where {sorted(wanted)} matter most")
-        judged += len(drawn.wanted) - drawn.wanted.count(None)
+        judged += _judge_choice(subject, architecture, seed, READINGS, untold[architecture])
+    for seed, architecture in _models(subject, context):
+        if late:  # once is enough: these lie in what is read of the data, not of a model
+            judged += _judge_choice(subject, architecture, seed, LONG_READINGS, late)
     if not judged:
         raise NothingToCheckError("no layer was decided")
-    missed = sorted(set.intersection(*untold.values()))
+    missed = sorted(set.intersection(*untold.values()) | late)
     return f"{judged} layers of {len(untold)} architectures" + (f"; not told from {', '.join(missed)}" if missed else "")
+
+
+def _judge_choice(subject: ExpertPruner, architecture: str, seed: int, readings: Mapping[str, Reading], untold: set[str]) -> int:
+    """Hold who stays against the criterion; take out of `untold` what would have chosen otherwise. Returns how many layers were decided."""
+    model = build(architecture, seed=seed)
+    layers = [name for name, _ in _layers(model)]
+    ids = torch.cat(token_ids(model, seed=seed, rows=8, length=24)) if readings is READINGS else _long_rows(model, seed)
+    drawn = telling_draw(ids, look(model, layers, ids), subject.sparsity, readings, untold, seed)
+    untold -= drawn.told
+    kept = _prune(subject, model, drawn.ids)
+    if len(kept) != len(layers):
+        raise CheckFailed(f"{architecture}: {len(kept)} layers of experts are told, and the model has {len(layers)}")
+    for layer, wanted, own in zip(layers, drawn.wanted, kept, strict=True):
+        if wanted is not None and set(own) != wanted:
+            raise CheckFailed(f"{architecture}: of {layer} the experts {own} stay, where {sorted(wanted)} matter most")
+    return len(drawn.wanted) - drawn.wanted.count(None)
+
+
+def _long_rows(model: Any, seed: int) -> Tensor:
+    """Rows [12, 96] half of whose ids are a low one, commonly special, and whose last third is one token.
+
+    The model names none for padding any more, so that each is a token.
+    """
+    model.config.pad_token_id = model.generation_config.pad_token_id = None
+    ids = torch.cat(token_ids(model, seed=seed, rows=6, length=96))
+    ids[:, 64:] = ids[:, 64:65]
+    low = torch.arange(len(ids))[:, None] % LOW_IDS
+    return torch.where(torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.5, low, ids)
 
 
 def _models(subject: ExpertPruner, context: CheckContext) -> list[tuple[int, str]]:

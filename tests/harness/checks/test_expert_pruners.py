@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import harness
 from harness.checks.adapters.modifiers import OurExpertPruner
-from harness.checks.inputs.expert_scores import READINGS, look
+from harness.checks.inputs.expert_scores import LONG_READINGS, READINGS, look
 
 
 class Plain:
@@ -135,7 +135,7 @@ class Misreads(Plain):
 
     def __init__(self, reading: str) -> None:
         super().__init__()
-        self._score = READINGS[reading]
+        self._score = {**READINGS, **LONG_READINGS}[reading]
 
     def chosen(self, model: nn.Module, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
         layers = [name for name, module in model.named_modules() if name.endswith(".experts")]
@@ -144,7 +144,7 @@ class Misreads(Plain):
         return [one.topk(len(one) // 2).indices.tolist() for one in scores]
 
 
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", [*READINGS, *LONG_READINGS])
 def test_another_reading_of_the_criterion_is_told(reading: str) -> None:
     record = harness.check(Misreads(reading), checks=["expert_pruner.criterion"], draws=False).records[0]
     assert record.outcome == "fail" and "matter most" in record.summary, record.summary
