@@ -52,6 +52,9 @@ def current_environment(device: str = "cpu") -> Environment:
 
     Returns:
         The environment.
+
+    Raises:
+        ModelError: this machine has no such GPU.
     """
     facts = {"device": device, "machine": platform.machine(), "processor": _processor(), "cores": str(os.cpu_count())}
     facts |= {"system": f"{platform.system()} {platform.release()}", "python": platform.python_version()}
@@ -60,7 +63,9 @@ def current_environment(device: str = "cpu") -> Environment:
     if device.startswith("cuda"):
         import torch
 
-        facts |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+        from compressor.model import resolve_device
+
+        facts |= {"gpu": torch.cuda.get_device_name(resolve_device(device)), "cuda": str(torch.version.cuda)}
     return Environment({name: printable(fact) for name, fact in facts.items()})
 
 

@@ -71,7 +71,15 @@ def _nearness_records(subject: Subject, inspections: Sequence[ModuleInspection],
         why = "pruning changed the weights that it kept, so the base's say nothing of them; behaviour and record.tensors decide"
         return [claim.skipped(why) for claim in (SQNR, SCALES, ROWS)]
     near = [module for module in inspections if not subject.pruned.get(module.name)]
-    return [_sqnr_record(near, policy), _scales_record(near, policy), _rows_record(near, policy, is_as_written)]
+    rows = _rows_record(near, policy, is_as_written, has_layer_norms=not is_as_written and _has_layer_norms(subject))
+    return [_sqnr_record(near, policy), _scales_record(near, policy), rows]
+
+
+def _has_layer_norms(subject: Subject) -> bool:
+    """Say whether a module of the base has a weight and a bias of one dimension, as norms have that take the mean away."""
+    entries = subject.base.entries
+    vectors = {name for name, entry in entries.items() if len(entry.shape) == 1}
+    return any(f"{name.removesuffix('bias')}weight" in vectors for name in vectors if name.endswith("bias"))
 
 
 def _with_unread(record: CheckRecord, unread: list[str]) -> CheckRecord:
@@ -179,7 +187,7 @@ def _scales_record(inspections: Sequence[ModuleInspection], policy: Policy) -> C
     )
 
 
-def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy, is_as_written: bool) -> CheckRecord:
+def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy, is_as_written: bool, *, has_layer_norms: bool) -> CheckRecord:
     found = {module.name: module.rows for module in inspections if module.rows is not None}
     if not found:
         return ROWS.skipped("no module could be decoded")
@@ -188,7 +196,7 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy, is_as_
         lines = (
             rows.dead_or_foreign(policy.max_row_gain_error)
             or rows.columns.foreign(policy.max_row_gain_error)
-            or rows.columns.shifted(singly=not is_as_written)
+            or rows.columns.shifted(singly=not is_as_written and not has_layer_norms)
             or rows.columns.biased()
             or rows.spoilt_runs(policy.max_run_noise)
         )
@@ -212,6 +220,10 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy, is_as_
         summary = "columns are zero that the base's are not: damage, or inputs that no calibration token reached and that the writer zeroed"
         lines = [f"{name}: zero columns: {some_columns(places)}" for name, places in zeroed.items()]
         return ROWS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=lines)
+    moved = [f"{name}: {line}" for name, rows in found.items() for line in rows.columns.shifted(singly=has_layer_norms)[:_ROWS_SHOWN]]
+    if moved and not findings:
+        summary = "groups of codes are off by a step: damage, or GPTQ behind a LayerNorm, whose outputs sum to zero and let it"
+        return ROWS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=moved)
     seen = f"{total} rows; eight zeroed weights would show in {sees_words} of {len(found)} modules, smaller damage may not"
     return ROWS.found(findings, seen, limit=limit, evidence=evidence, noun="place")
 

@@ -122,6 +122,11 @@ def test_a_metric_whose_sequences_mostly_lost_nothing_is_shown(tmp_path: Path, c
     assert code == 0 and ["7", "0", "-", "9"] in [line.split()[:4] for line in text.splitlines()]
 
 
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["nightly", "add", "m", "5", "--device", "cuda:99", "--history", str(tmp_path / "h")]) == 3
+    assert "device: 'cuda:99' cannot be used here" in capsys.readouterr().err and not (tmp_path / "h").exists()
+
+
 def test_nights_are_listed_and_come_back_from_an_export(history: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert nightly(capsys, "export", tmp_path / "all.csv", "--history", history) == (0, f"{tmp_path / 'all.csv'}: 150 readings\n")
     nightly(capsys, "accept", "slower", "2026-02-17", "--reason", "checks more", "--history", history)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,6 +232,20 @@ def test_codes_that_were_rounded_to_one_side_are_caught(workspace, compressed, w
         "up": "off by +0.48 steps on average: they were rounded up",
     }.get(way)
     assert bool(lines) is bool(said) and all(line.startswith(f"{MODULE}: its codes are {said}") for line in lines)
+
+
+@pytest.mark.parametrize("layer_norms", [False, True])
+def test_a_group_a_step_off_may_be_the_solvers_behind_a_layer_norm(workspace, compressed, tmp_path, layer_norms):
+    checkpoint = compressed("W8A8")
+    base = Path(shutil.copytree(workspace.base, tmp_path / "base"))
+    if layer_norms:
+        tensors = load_file(base / "model.safetensors")
+        tensors["model.norm.bias"] = torch.zeros_like(tensors["model.norm.weight"])
+        save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    checkpoint.edit(lambda tensors: tensors[f"{MODULE}.weight"][3].clamp_(-127, 126).add_(1))
+    found = records(base, checkpoint.folder)["weights.rows"]
+    assert found.outcome == ("inconclusive" if layer_norms else "fail")
+    assert re.match(rf"{MODULE}: row 3, group 0: its codes are off by \+1\.\d steps on average", found.findings[0])
 
 
 def test_equal_values_that_round_to_one_side_are_sound():
