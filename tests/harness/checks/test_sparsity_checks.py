@@ -251,6 +251,24 @@ class BlocksOf128(SparseGPT):
     block = 128
 
 
+class BlocksApart(SparseGPT):
+    """Takes 256 columns at a time, as if they were all."""
+
+    def prune(self, weight, hessian):
+        parts = [slice(start, start + 256) for start in range(0, len(hessian), 256)]
+        return torch.cat([SparseGPT.prune(self, weight[:, part], hessian[part, part]) for part in parts], 1)
+
+
+class FirstHessian(SparseGPT):
+    """Keeps the factor of a shape."""
+
+    def __init__(self):
+        self.first = {}
+
+    def prune(self, weight, hessian):
+        return super().prune(weight, self.first.setdefault(weight.shape, hessian.clone()))
+
+
 class NextRow(Moved):
     def share(self, moves):
         return moves.roll(1, 0) / torch.where(moves == 0, 1.0, moves)
@@ -294,7 +312,7 @@ class Nothing(SparseGPT):
 PLANTS = [
     (Threshold, 37), (AcrossRows, 37), (Nothing, 37), (Ragged, 37), (LosesZeros, 38), (OffByOne, 39), (GlobalThreshold, 39), (InPlace, 37),
     *((plant, "sparsifier.makes_up") for plant in (MovesNothing, HalfAsFar, TwiceAsFar, OneRowStays, LastColumnsStay, NextRow, WrongSign)),
-    *((plant, "sparsifier.makes_up") for plant in (TwoLastColumnsStay, ColumnsFrom512OnStay, BlocksOf128)),
+    *((plant, "sparsifier.makes_up") for plant in (TwoLastColumnsStay, ColumnsFrom512OnStay, BlocksOf128, BlocksApart, FirstHessian)),
     (RowByMagnitude, "sparsifier.inputs_count"),
     (Rescales, "sparsifier.kept_weights"), (ForgetsTheSign, "sparsifier.beats_random"), (WrongSign, 40), (SmallestKept, 40), (Nothing, 40),
 ]  # fmt: skip
