@@ -6,6 +6,7 @@ A verb is a line of VERBS and a module that holds a `COMMAND` (see `harness.verb
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import sys
 import traceback
@@ -34,6 +35,14 @@ VERBS: Mapping[str, str] = {
     "onnx": "harness.onnx_graph.commands.main",
 }
 """Name to the module that does it, in the order of the help."""
+
+
+# What no path of ours makes: the system refuses a name that the user gave.
+_REFUSED_NAMES: Mapping[int | None, str] = {
+    errno.ENAMETOOLONG: "is a longer name than the system takes; give a shorter one",
+    errno.ELOOP: "is a link that leads to itself; give what it should lead to",
+    errno.EACCES: "may not be opened; ask for the right to, or give another path",
+}
 
 
 class _Parser(Parser):
@@ -96,6 +105,14 @@ def _conclude(name: str, args: argparse.Namespace) -> int:
         return _fail(f"{name}: error: {' '.join(str(error).split())}", EXIT_FAILURE) if error.is_mine_to_tell else EXIT_FAILURE
     except CompressorError as error:
         return _fail(f"{name}: error: {' '.join(str(error).split())}", EXIT_FAILURE)
+    except OSError as error:
+        if error.errno not in _REFUSED_NAMES:
+            raise
+        return _fail(f"{name}: error: {str(error.filename)[:100]}: {_REFUSED_NAMES[error.errno]}", EXIT_FAILURE)
+    except RuntimeError as error:  # of pathlib, before Python 3.13
+        if not str(error).startswith("Symlink loop"):
+            raise
+        return _fail(f"{name}: error: {error}; give what the link should lead to", EXIT_FAILURE)
     except KeyboardInterrupt as stop:
         kept = "; ".join(getattr(stop, "__notes__", ["nothing was written"]))
         return _fail(f"{name}: interrupted; {kept}", EXIT_INTERRUPTED)

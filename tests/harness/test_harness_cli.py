@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from harness import cli
+from harness.cli import main
 
 
 def run_fresh(*arguments: str, code: str = "") -> subprocess.CompletedProcess[str]:
@@ -66,3 +68,20 @@ def test_help_names_verbs_flags_and_exit_codes(capsys):
 def test_the_package_runs_as_a_module():
     done = subprocess.run([sys.executable, "-m", "harness", "validate"], capture_output=True, text=True, check=False)
     assert done.returncode == 3 and done.stderr.startswith("harness validate: error: ")
+
+
+@pytest.mark.parametrize("verb", ["onnx census", "verify", "nightly judge --history", "report --output-dir out"])
+def test_a_name_that_the_system_refuses_is_told_in_a_line(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for name, said in (("x" * 300, "is a longer name than the system takes; give a shorter one"), ("loop", "")):
+        path = f"{tmp_path / name}.py:M" if verb == "verify" else str(tmp_path / name)
+        assert main([*verb.split(), path]) == 3
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith(f"harness {verb.split()[0]}: error: ") and said in lines[0]
+
+
+def test_json_that_is_no_model_is_told_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content in ('{"a": 1}', "[" * 10000):
+        (tmp_path / "config.json").write_text(content)
+        assert main(["onnx", "census", str(tmp_path / "config.json")]) == 3
+        assert "config.json: this is no ONNX model" in capsys.readouterr().err

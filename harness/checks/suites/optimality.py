@@ -37,7 +37,7 @@ _EPS = float(torch.finfo(torch.float32).eps)
 @register(
     17,
     "hessian",
-    "H == H^T, lambda_min >= -1e-6 lambda_max, and H is 2 * mean(x x^T): relative 1e-5",
+    "|H - H^T| <= 1e-6 of the diagonal, lambda_min >= -1e-6 lambda_max, and H is 2 * mean(x x^T): relative 1e-5",
     kind="solver",
 )
 def hessian(subject: Solver, context: CheckContext) -> str:
@@ -53,7 +53,8 @@ def hessian(subject: Solver, context: CheckContext) -> str:
     kinds = ([one.x], list(one.x.split(7)), three, four, list(one.x), some_empty, with_zeros, long, [narrow])
     for batches in kinds:
         H = subject.hessian(batches).to(torch.float64)
-        if not torch.equal(H, H.t()):
+        sizes = H.diagonal().abs().sqrt()
+        if not bool(((H - H.t()).abs() <= 1e-6 * sizes * sizes[:, None]).all()):  # BLAS may sum either half in its own order
             raise CheckFailed(f"H is not symmetric: |H - H^T| up to {float((H - H.t()).abs().max()):.3g}")
         tier = T3(max_relative_error=1e-5)
         if passed := vacuous_decoys(one.hessian, tier):

@@ -31,6 +31,7 @@ def read_proto(source: Any) -> onnx.ModelProto:
     Raises:
         UserInputError: the file is missing, is no ONNX model, is truncated, or its external data is.
     """
+    from google.protobuf import json_format, text_format
     from google.protobuf.message import DecodeError
     from onnx.checker import ValidationError
 
@@ -39,7 +40,7 @@ def read_proto(source: Any) -> onnx.ModelProto:
         raise UserInputError(f"{where}: {_what_else(Path(source))}; give an .onnx file")
     try:
         proto = onnx.load_from_string(source) if isinstance(source, bytes) else onnx.load(source)
-    except DecodeError as error:
+    except (DecodeError, json_format.ParseError, text_format.ParseError, RecursionError) as error:  # the form goes by the file's suffix
         raise UserInputError(f"{where}: this is no ONNX model, or a truncated one ({error}); export it again") from error
     except (ValidationError, OSError, ValueError) as error:
         said = str(error).rstrip(".")

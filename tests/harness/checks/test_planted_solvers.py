@@ -116,6 +116,7 @@ WRONG: dict[str, tuple[OurSolver, str, str]] = {
         "solver.hessian",
         "2^-30 times the inputs: H is not 2 * mean(x x^T)",
     ),
+    "one half": (Wrong(hessian=lambda H: H.triu()), "solver.hessian", "H is not symmetric"),
     "four dimensions": (Wrong(batch=lambda x, _: x[0] if x.dim() == 4 else x), "solver.hessian", "H is not 2 * mean(x x^T)"),
     "long sequences": (
         Wrong(batch=lambda x, _: x[:, :64] if x.dim() == 3 else x),
@@ -154,3 +155,9 @@ def test_a_wrong_solver_is_told(name: str) -> None:
 def test_the_same_solver_without_a_mistake_passes() -> None:
     report = harness.check(Wrong(), draws=False)
     assert report.passed, report.to_text()
+
+
+def test_halves_of_a_hessian_may_be_rounded_apart() -> None:
+    subject = Wrong(hessian=lambda H: H.double() * (1 + 1e-15 * torch.ones_like(H).triu(1)))
+    record = harness.check(subject, checks=["solver.hessian"], draws=False).records[0]
+    assert record.outcome is Outcome.PASS, record.summary
