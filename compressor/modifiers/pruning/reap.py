@@ -84,9 +84,9 @@ class REAPPruningModifier(Modifier):
         self.check_first(state)
         data = calibration_data(state, self.label)
         count = self._count(state.model)
-        groups = num_groups(state.model, count, data.batches[0], state.device, state.seed)
+        groups = num_groups(state.model, count, data.fullest, state.device, state.seed)
         count = self._in_groups(state.model, count, groups)
-        try_routing(state.model, count, data.batches[0], state.device, groups)
+        try_routing(state.model, count, data.fullest, state.device, groups)
         seen = self._to_refit(state.model, count)
         saliencies = self._saliencies(state, count, seen)
         values = {layer: saliency.value(layer) for layer, saliency in saliencies.items()}

@@ -184,7 +184,7 @@ class ScaleMovingModifier(Modifier):
         data = calibration_data(state, self.label)
         self._note_fused(state)
         sources = None if self._written is None else set(self._written)
-        found = find_pairs(state.model, data.batches[0], state.device, sources=sources, progress=state.progress)
+        found = find_pairs(state.model, data.fullest, state.device, sources=sources, progress=state.progress)
         if self._written is not None:
             pairs, notes = explicit_pairs(self._written, found, self.label)
             state.report.notes += notes

@@ -117,13 +117,13 @@ class RotatingModifier(Modifier):
             state: of the run.
 
         Returns:
-            The first one of the data; where no data is read, one that the config allows.
+            The fullest one of the data's first; where no data is read, one that the config allows.
 
         Raises:
             ModelError: there is neither.
         """
         if state.data is not None:
-            return state.data.batches[0]
+            return state.data.fullest
         if getattr(state.model, "config", None) is None:
             raise ModelError(
                 f"{self.label}: {type(state.model).__name__} has no config to make a batch from; give a dataset and pipeline='basic', "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from compressor import oneshot
+from compressor import QuantizationModifier, SmoothQuantModifier, oneshot
 from compressor.algorithms.hessian import Hessian
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import CalibrationError
@@ -287,3 +287,14 @@ def test_packed_sequences_that_a_cache_would_join_are_told(begins_again: bool, m
     recipe = GPTQModifier(config_groups={"g": group}, ignore=["lm_head"])
     notes = oneshot(model, recipe=recipe, dataset=DataLoader([batch], batch_size=None)).report.notes  # type: ignore[arg-type]
     assert any("positions begin again" in note for note in notes) is (begins_again and not mask and use_cache)
+
+
+def test_how_a_model_is_built_is_learned_from_the_fullest_batch() -> None:
+    full = [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in rows()]
+    empty = {"input_ids": torch.zeros(1, 9, dtype=torch.long), "attention_mask": torch.zeros(1, 9, dtype=torch.long)}
+    moved = []
+    for batches in ([empty, *full], [*full, empty]):
+        recipe = [SmoothQuantModifier(), QuantizationModifier(scheme="W8A8", ignore=["lm_head"])]
+        result = oneshot(tiny.llama(), recipe=recipe, dataset=DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        moved.append(result.report.transforms)
+    assert moved[0] == moved[1] and len(moved[0]) > 0
