@@ -208,8 +208,8 @@ def excerpt(batch: Batch, place: int) -> Batch:
         place: of the batch among those of a proof; each gets a length of its own.
 
     Returns:
-        The first row and the one with the most padding, cut to a quarter of the tokens where nothing is padded; the batch itself if it is
-        no batch of token ids, or small.
+        The first rows, cut to a quarter of the tokens, or, where there is padding, the one with the least and the one with the most; the
+        batch itself if it is no batch of token ids, or small.
     """
     if not isinstance(batch, dict):
         return batch
@@ -220,7 +220,8 @@ def excerpt(batch: Batch, place: int) -> Batch:
         return batch
     mask = tensors.get("attention_mask")
     is_padded = mask is not None and not bool(mask.all())
-    last = int(mask.sum(1).argmin()) if mask is not None and is_padded else min(NUM_ROWS, len(ids)) - 1
-    rows = sorted({0, last})
+    counts = None if mask is None or not is_padded else mask.sum(1)
+    ends = (0, min(NUM_ROWS, len(ids)) - 1) if counts is None else (int(counts.argmax()), int(counts.argmin()))
+    rows = sorted(set(ends))
     length = ids.shape[1] if is_padded else min(ids.shape[1], max(_MIN_TOKENS, ids.shape[1] // _SHARE) + place)
     return {**batch, **{name: item[rows, :length] for name, item in tensors.items()}}

@@ -30,6 +30,7 @@ from compressor.model.experts.format import fused_modules
 from compressor.model.folder import some
 from compressor.model.targets import check_patterns, matches
 from compressor.modifiers.own_forwards import calibration_data, show_inputs
+from compressor.modifiers.transforms.other_batches import OtherBatches
 from compressor.modifiers.transforms.rotating import Turned, body_layers, refuse_behind, turned_by, turned_now
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
@@ -110,10 +111,13 @@ class ScaleMovingModifier(Modifier):
         self._was_asked = True
         self._check_in_front(state, turned_now(state.model))
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
+            others = OtherBatches(state, self.label)
             pairs = self._pairs(state)
         for taken in in_portions(pairs, lambda pair: self.statistics_bytes(reader_columns(state.model, pair).shape[1])):
             show_inputs(state, [(pair.readers[0], partial(self.watch_input, pair)) for pair in taken], type(self).__name__)
             state.report.transforms += self._search(state, taken)
+        with without_modifier_hooks(state.model), evaluation_mode(state.model):
+            others.check(state)
         state.bring(())
         state.report.notes.append(f"{self.label}: scales of {len(pairs)} modules were moved into what reads them ({_in_short(pairs)})")
 

@@ -22,6 +22,7 @@ from compressor.mappings.probe import tied_modules
 from compressor.mappings.turns import Turn
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import check_patterns, resolve_layers
+from compressor.modifiers.transforms.other_batches import OtherBatches
 from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, bytes_of_sizes, outputs_of_model
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
@@ -101,10 +102,11 @@ class QuIPModifier(RotatingModifier):
         self._was_asked = True
         batch = self.first_batch(state)
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
-            before = outputs_of_model(state, batch)
+            before, others = outputs_of_model(state, batch), OtherBatches(state, self.label)
             turns = [turn for side in ("v", "u") if side in self.rotations for turn in self._turns(state, side)]
             self.turn_online(state, turns)
             self.check_outputs(state, before, outputs_of_model(state, batch))
+            others.check(state)
         self._report(state, turns)
 
     def _turns(self, state: State, side: str) -> list[Turn]:

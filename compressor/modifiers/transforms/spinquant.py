@@ -27,6 +27,7 @@ from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import ends_of, text_config
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
+from compressor.modifiers.transforms.other_batches import OtherBatches
 from compressor.modifiers.transforms.rotating import (
     RotatingModifier,
     Turned,
@@ -167,7 +168,7 @@ class SpinQuantModifier(RotatingModifier):
         self._was_asked = True
         batch, turned = self.first_batch(state), turned_now(state.model)
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
-            before = outputs_of_model(state, batch)
+            before, others = outputs_of_model(state, batch), OtherBatches(state, self.label)
             online = self._fourth(state, batch) if "R4" in self.rotations else []
             self.turn_online(state, online)
             self._check_in_front(state, turned)
@@ -184,6 +185,7 @@ class SpinQuantModifier(RotatingModifier):
             if basis is not None and basis.tied:
                 _untie(state)
             self.check_outputs(state, before, outputs_of_model(state, batch))
+            others.check(state)
         self._report(state, basis, online, turns)
 
     def forwards_of_training(self, num_samples: int) -> float:

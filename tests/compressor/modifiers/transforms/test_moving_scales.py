@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 from compressor import oneshot
@@ -295,3 +296,37 @@ def test_a_run_without_calibration_does_not_pass_for_a_smoothed_one(kind: Any) -
     session.initialize()
     with pytest.RaisesGroup(pytest.RaisesExc(CalibrationError, match="no scale was moved")):
         session.finalize()
+
+
+class _TwoWays(nn.Module):
+    """Short batches, or those with an image, read the norm once more."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.embed, self.norm = nn.Embedding(64, 32), nn.RMSNorm(32)
+        self.norm.weight.data[::7] *= 20
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 64)
+
+    def forward(self, input_ids: Tensor, image: Tensor | None = None) -> Tensor:
+        hidden = self.embed(input_ids)
+        x = self.norm(hidden)
+        made = self.down(self.up(x).relu())
+        if image is not None or (self.kind == "short" and input_ids.shape[1] < 6):
+            made = made + 0.5 * x
+        return self.head(hidden + made)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["short", "image"])
+@pytest.mark.parametrize("modifier", [SmoothQuantModifier, AWQModifier])
+def test_a_way_that_other_batches_take_alone_is_noticed(modifier: Any, kind: str) -> None:
+    ids = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(1))
+    odd = {"input_ids": ids[:, :4]} if kind == "short" else {"input_ids": ids, "image": torch.ones(8, 1)}
+    def run(*batches: Any) -> Any:
+        recipe = [modifier(), QuantizationModifier(config_groups=GROUPS, ignore=["head"])]
+        return oneshot(_TwoWays(kind).double(), recipe=recipe, dataset=DataLoader([*batches], batch_size=None), pipeline="basic")
+
+    with pytest.raises(TargetError, match=r"\[0\]: on batch 1 \(8, \d+\) the model gives other outputs than before"):
+        run({"input_ids": ids}, odd)
+    assert run({"input_ids": ids}, {"input_ids": ids[:, :8]}).report.transforms

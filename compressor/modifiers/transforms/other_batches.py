@@ -1,0 +1,98 @@
+"""Whether a transform has left the model's function as it was on batches of other kinds than the one that it was proved on.
+
+A forward may take another way for a longer batch, or one with an image, on which a layer reads what the proof never saw it read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compressor.data import Batch, batch_to
+from compressor.data.collate import call_model, leading_tensor
+from compressor.errors import TargetError
+from compressor.lifecycle import State
+
+_LOOKED_AT = 64  # batches among which kinds are looked for
+_COLUMNS = 4096  # numbers of an output that are compared for each token, at most
+_MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference that is rounding
+_MOST_NARROW = 0.2  # bfloat16
+
+
+class OtherBatches:
+    """What the model gives before a transform on the shortest and the longest batch with each set of inputs, four at most."""
+
+    def __init__(self, state: State, label: str) -> None:
+        """Run them, one row each.
+
+        Args:
+            state: of the run; not changed.
+            label: of the modifier, for the error.
+        """
+        batches = [] if state.data is None else state.data.batches
+        self._label = label
+        self._before = {number: (batch := _one_row(batches[number]), _outputs(state, batch)) for number in _kinds(batches)}
+
+    def check(self, state: State) -> None:
+        """Run them again.
+
+        Args:
+            state: as it is now.
+
+        Raises:
+            TargetError: on one of them the model gives something else, by more than rounding and ten times the others' difference.
+        """
+        off = {number: _difference(before, _outputs(state, batch)) for number, (batch, before) in self._before.items()}
+        if not off:
+            return
+        number = max(off, key=lambda one: off[one])
+        limit = max(10 * min(off.values()), _MOST.get(next(state.model.parameters()).dtype, _MOST_NARROW))
+        if not off[number] <= limit:
+            shape = tuple(leading_tensor(state.data.batches[number]).shape) if state.data is not None else ()
+            raise TargetError(
+                f"{self._label}: on batch {number} {shape} the model gives other outputs than before ({off[number]:.2g} off, relative, for "
+                "half of its tokens): its forward takes another way there than on the batch that shows what reads what; leave the modifier "
+                "out, or give batches of one kind"
+            )
+
+
+def _kinds(batches: Sequence[Batch]) -> list[int]:
+    """Numbers of the shortest and the longest batch with each set of inputs; none where all are of one kind."""
+    lengths: dict[object, dict[int, int]] = {}
+    for number, batch in enumerate(batches[:_LOOKED_AT]):
+        names = tuple(sorted(batch)) if isinstance(batch, dict) else len(batch)
+        lengths.setdefault(names, {}).setdefault(leading_tensor(batch).shape[1:].numel(), number)
+    chosen = [one for known in lengths.values() for one in {known[min(known)], known[max(known)]}]
+    return sorted(chosen)[:4] if len(chosen) > 1 else []
+
+
+def _one_row(batch: Batch) -> Batch:
+    """The first row with the most tokens, where every tensor has a row for each."""
+    if not isinstance(batch, dict):
+        return batch
+    rows = len(leading_tensor(batch))
+    if any(not one.dim() or len(one) != rows for one in batch.values()):
+        return batch
+    mask = batch.get("attention_mask")
+    row = int(mask.flatten(1).sum(1).argmax()) if mask is not None and mask.dim() > 1 else 0
+    return {name: one[row : row + 1] for name, one in batch.items()}
+
+
+@torch.no_grad()
+def _outputs(state: State, batch: Batch) -> Tensor:
+    """[tokens, some of the columns], in float32 on the CPU: logits, or the first of what the model gives."""
+    output = call_model(state.model, batch_to(batch, state.device))
+    logits = getattr(output, "logits", None)
+    first: Tensor = logits if logits is not None else output if isinstance(output, Tensor) else next(iter(output.values()))
+    columns = first.detach().reshape(-1, first.shape[-1])[:, :: max(1, first.shape[-1] // _COLUMNS)]
+    return columns.float().cpu()
+
+
+def _difference(before: Tensor, after: Tensor) -> float:
+    """The median over tokens of the relative difference: an expert that is chosen otherwise by rounding is few tokens' matter."""
+    if before.shape != after.shape:
+        return float("inf")
+    norms = before.norm(dim=1).clamp_min(1e-30)
+    return float(((after - before).norm(dim=1) / norms).median())
