@@ -323,6 +323,7 @@ class _TwoWays(nn.Module):
 def test_a_way_that_other_batches_take_alone_is_noticed(modifier: Any, kind: str) -> None:
     ids = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(1))
     odd = {"input_ids": ids[:, :4]} if kind == "short" else {"input_ids": ids, "image": torch.ones(8, 1)}
+
     def run(*batches: Any) -> Any:
         recipe = [modifier(), QuantizationModifier(config_groups=GROUPS, ignore=["head"])]
         return oneshot(_TwoWays(kind).double(), recipe=recipe, dataset=DataLoader([*batches], batch_size=None), pipeline="basic")
