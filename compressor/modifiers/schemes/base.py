@@ -84,13 +84,33 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
         """Resolve targets against the model; all that cannot work is an error here, before any data is read."""
         self._attention = self.kv_targets(state.model, self.ignore)
         self._schemes = self.resolve(state.model)
-        state.report.notes += self.pattern_notes(state.model)
+        state.report.notes += [*self.pattern_notes(state.model), *self._notes_of_divided(state.schemes)]
         state.claim([*self._schemes, *self._attention], self.label)
         state.schemes.update(self._schemes)
         self._pending = {name: state.model.get_submodule(name) for name in self._schemes}
         self._input_observers, self._handles_of, self._global_scales, self._joined = {}, {}, {}, set()
         self.forget_fallbacks()
         return True
+
+    def _notes_of_divided(self, earlier: Mapping[str, QuantizationScheme]) -> list[str]:
+        """Say where layers that runtimes fuse do not share a global scale, because an earlier modifier has the others."""
+
+        def has_one(schemes: Mapping[str, QuantizationScheme], name: str) -> bool:
+            return name in schemes and (args := schemes[name].weights) is not None and args.has_global_scale
+
+        pairs = [
+            (other, name)
+            for name in self._schemes
+            if has_one(self._schemes, name)
+            for other in siblings(name)
+            if other not in self._schemes and has_one(earlier, other)
+        ]
+        if not pairs:
+            return []
+        return [
+            f"{self.label}: {pairs[0][1]} and {pairs[0][0]}, which runtimes fuse, are quantized by two modifiers, so each has a global scale "
+            f"of its own ({len(pairs)} such pairs), and a runtime that fuses them takes one for all; let one modifier have both"
+        ]
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Hook the inputs, keys and values whose ranges are static."""

@@ -622,3 +622,13 @@ def test_backward_hooks_of_the_models_author_go_over_to_the_quantized_layer() ->
     assert model.model.layers[1].mlp.up_proj is not layer
     model(inputs_embeds=torch.ones(1, 4, 32, requires_grad=True)).logits.sum().backward()
     assert calls == ["pre", "full"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_fused_layers_that_two_modifiers_have_are_noted(together: bool) -> None:
+    parts = [["re:.*[qkv]_proj", "re:.*(gate|up)_proj"]] if together else [["re:.*q_proj"], ["re:.*[kv]_proj", "re:.*up_proj"]]
+    result = oneshot(tiny.llama(), recipe=[QuantizationModifier(scheme="NVFP4A16", targets=targets) for targets in parts])
+    told = [note for note in result.report.notes if "which runtimes fuse, are quantized by two modifiers" in note]
+    layers = [result.model.model.layers[0].self_attn.get_submodule(f"{one}_proj").weight_global_scale for one in "qkv"]
+    assert bool(told) is not together and (together or "k_proj and model.layers.0.self_attn.q_proj" in told[0])
+    assert (len({float(one) for one in layers}) == 1) is together
