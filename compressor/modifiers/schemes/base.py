@@ -107,9 +107,10 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
         ]
         if not pairs:
             return []
+        other, name = pairs[0]
         return [
-            f"{self.label}: {pairs[0][1]} and {pairs[0][0]}, which runtimes fuse, are quantized by two modifiers, so each has a global scale "
-            f"of its own ({len(pairs)} such pairs), and a runtime that fuses them takes one for all; let one modifier have both"
+            f"{self.label}: {name} and {other}, which runtimes fuse, are quantized by two modifiers, so each has a global scale of its own "
+            f"({len(pairs)} such pairs), and a runtime that fuses them takes one for all; let one modifier have both"
         ]
 
     def on_calibration_start(self, state: State, event: Event) -> None:
