@@ -9,16 +9,23 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from compressor.data import Batch, batch_to
 from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import TargetError
 from compressor.lifecycle import State
+from compressor.tracing.footprint import Footprint
 
 _LOOKED_AT = 64  # batches among which kinds are looked for
 _COLUMNS = 4096  # numbers of an output that are compared for each token, at most
-_MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference that is rounding
-_MOST_NARROW = 0.2  # bfloat16
+_MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}
+_MOST_NARROW = 0.2  # bfloat16, whose weights are all rounded a second time
+
+
+def rounding_of(dtype: torch.dtype) -> float:
+    """Return by how much, relative, the outputs of a model may differ because its weights were rounded to `dtype` anew."""
+    return _MOST.get(dtype, _MOST_NARROW)
 
 
 class OtherBatches:
@@ -33,7 +40,8 @@ class OtherBatches:
         """
         batches = [] if state.data is None else state.data.batches
         self._label = label
-        self._before = {number: (batch := _one_row(batches[number]), _outputs(state, batch)) for number in _kinds(batches)}
+        with Footprint(state.model):
+            self._before = {number: (batch := _one_row(batches[number]), _outputs(state, batch)) for number in _kinds(batches)}
 
     def check(self, state: State) -> None:
         """Run them again.
@@ -44,11 +52,12 @@ class OtherBatches:
         Raises:
             TargetError: on one of them the model gives something else, by more than rounding and ten times the others' difference.
         """
-        off = {number: _difference(before, _outputs(state, batch)) for number, (batch, before) in self._before.items()}
+        with Footprint(state.model):
+            off = {number: _difference(before, _outputs(state, batch)) for number, (batch, before) in self._before.items()}
         if not off:
             return
         number = max(off, key=lambda one: off[one])
-        limit = max(10 * min(off.values()), _MOST.get(next(state.model.parameters()).dtype, _MOST_NARROW))
+        limit = max(10 * min(off.values()), rounding_of(next(state.model.parameters()).dtype))
         if not off[number] <= limit:
             shape = tuple(leading_tensor(state.data.batches[number]).shape) if state.data is not None else ()
             raise TargetError(
@@ -84,15 +93,20 @@ def _one_row(batch: Batch) -> Batch:
 def _outputs(state: State, batch: Batch) -> Tensor:
     """[tokens, some of the columns], in float32 on the CPU: logits, or the first of what the model gives."""
     output = call_model(state.model, batch_to(batch, state.device))
-    logits = getattr(output, "logits", None)
-    first: Tensor = logits if logits is not None else output if isinstance(output, Tensor) else next(iter(output.values()))
-    columns = first.detach().reshape(-1, first.shape[-1])[:, :: max(1, first.shape[-1] // _COLUMNS)]
-    return columns.float().cpu()
+    leaves = tree_leaves([getattr(output, "logits", None), dict(output) if hasattr(output, "keys") else output])
+    found = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point() and one.dim()]
+    if not found:
+        return torch.zeros(0, 1, dtype=torch.float32)
+    columns = found[0].detach().flatten(0, -2) if found[0].dim() > 1 else found[0].detach()[:, None]
+    return columns[:, :: max(1, columns.shape[-1] // _COLUMNS)].float().cpu()
 
 
 def _difference(before: Tensor, after: Tensor) -> float:
     """The median over tokens of the relative difference: an expert that is chosen otherwise by rounding is few tokens' matter."""
     if before.shape != after.shape:
         return float("inf")
-    norms = before.norm(dim=1).clamp_min(1e-30)
-    return float(((after - before).norm(dim=1) / norms).median())
+    seen = before.isfinite().all(dim=1)  # not what is masked to the end, which some attention makes NaN
+    if not bool(seen.any()):
+        return 0.0
+    off = (after - before)[seen].norm(dim=1) / before[seen].norm(dim=1).clamp_min(1e-30)
+    return float(off.nan_to_num(nan=float("inf")).median())

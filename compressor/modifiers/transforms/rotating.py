@@ -28,15 +28,14 @@ from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
 from compressor.model.loading.sample_batches import sample_batches
 from compressor.model.targets import ends_of
+from compressor.modifiers.transforms.other_batches import rounding_of
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.online_rotation import ALREADY, OnlineRotation, online_rotations, rotated_modules
 from compressor.tracing.picking import excerpt
 
-_MOST = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05}  # relative difference of logits that is rounding
 # The side of a layer on which a rotation in the forward stands, by the name of the rotation.
 SIDES: Mapping[str, str] = MappingProxyType({"R4": "input", "v": "input", "u": "output"})
-_MOST_NARROW = 0.2  # bfloat16, whose weights are all rounded a second time
 
 
 def bytes_of_sizes(sizes: Iterable[int]) -> int:
@@ -285,7 +284,7 @@ class RotatingModifier(Modifier):
             raise NumericsError(f"{self.label}: the model gives NaN or infinity as it is; check it in its own dtype on this data")
         difference = float((after - before).square().mean().sqrt() / before.square().mean().sqrt().clamp_min(1e-30))
         dtype = next(state.model.parameters()).dtype
-        if not difference <= _MOST.get(dtype, _MOST_NARROW):
+        if not difference <= rounding_of(dtype):
             raise NumericsError(
                 f"{self.label}: the turned model's outputs are {difference:.2g} off, relative, more than rounding to {dtype} explains; "
                 "leave it out, or load the model with dtype float32"

@@ -315,7 +315,8 @@ class _TwoWays(nn.Module):
         made = self.down(self.up(x).relu())
         if image is not None or (self.kind == "short" and input_ids.shape[1] < 6):
             made = made + 0.5 * x
-        return self.head(hidden + made)  # type: ignore[no-any-return]
+        logits = self.head(hidden + made)
+        return (made.sum(), logits) if self.kind == "tuple" else logits  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("kind", ["short", "image"])
@@ -331,3 +332,11 @@ def test_a_way_that_other_batches_take_alone_is_noticed(modifier: Any, kind: str
     with pytest.raises(TargetError, match=r"\[0\]: on batch 1 \(8, \d+\) the model gives other outputs than before"):
         run({"input_ids": ids}, odd)
     assert run({"input_ids": ids}, {"input_ids": ids[:, :8]}).report.transforms
+
+
+def test_whatever_a_model_gives_is_compared() -> None:
+    ids = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(1))
+    batches: Any = [{"input_ids": ids}, {"input_ids": ids[:, :4]}]
+    recipe = [SmoothQuantModifier(), QuantizationModifier(config_groups=GROUPS, ignore=["head"])]
+    model = _TwoWays("tuple")
+    assert oneshot(model, recipe=recipe, dataset=DataLoader(batches, batch_size=None), pipeline="basic").report.transforms
