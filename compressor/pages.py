@@ -8,6 +8,7 @@ while it has room: to read there again costs about a tenth of reading memory.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import resource
@@ -24,6 +25,7 @@ _ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 SMALL_BYTES = 1 << 20  # of a tensor that is not worth a look
 _PIECE_BYTES = 1 << 24
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def address_space_left(sizes: Path = Path("/proc/self/statm")) -> int:
@@ -69,6 +71,20 @@ def raw_bytes(tensor: Tensor) -> Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     # One value alone is contiguous whatever its stride, and of another stride than 1 torch shows no bytes.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def equal_bytes(a_B: Tensor, b_B: Tensor) -> bool:
+    """Compare bytes, in words as wide as both allow: torch compares one element after the other, of whatever width.
+
+    Args:
+        a_B: uint8, one dimension, as `raw_bytes` gives it.
+        b_B: likewise, on the same device.
+
+    Returns:
+        True for the same number of the same bytes.
+    """
+    word = _WORDS[math.gcd(8, a_B.numel(), b_B.numel(), a_B.storage_offset(), b_B.storage_offset())]
+    return torch.equal(a_B.view(word), b_B.view(word))
 
 
 def in_pieces(tensor: Tensor) -> Iterator[Tensor]:

@@ -44,6 +44,8 @@ def launched() -> Iterator[None]:
         # A clone of the store, for connecting locks its own while it waits.
         with watched(dist.PrefixStore("compressor starts", store.clone()), rank, size) as watch:  # type: ignore[attr-defined]
             watch.during(lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size))
+            # Who has all its connections may fail and end while others still make theirs, and they would tell of these.
+            watch.during(lambda: dist.all_reduce(torch.zeros(1, dtype=torch.float32)))
         yield
     except EndedBySigterm as ended:  # before the others are known, or behind the run
         error = RankError(f"rank {os.environ['RANK']} of {num_ranks()}: was ended by SIGTERM")

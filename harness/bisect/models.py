@@ -21,7 +21,7 @@ from compressor.nn import QuantizedLayer
 from compressor.nn.attention.kv_cache import kv_args
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.online_rotation import rotated_modules
-from harness.tolerance.bits import to_bytes
+from compressor.pages import equal_bytes, raw_bytes
 from harness.validation.format.container import read_checkpoint
 from harness.validation.format.fused import fused_again, with_single_experts
 from harness.validation.format.record import read_record
@@ -182,7 +182,7 @@ def _is_same(one: nn.Module, other: nn.Module) -> bool:
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(to_bytes(one), to_bytes(other))
+    return equal_bytes(raw_bytes(one), raw_bytes(other))
 
 
 def layer_of(name: str) -> str:

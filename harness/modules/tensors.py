@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from harness.tolerance.bits import to_bytes
+from compressor.pages import equal_bytes, raw_bytes
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that layers compute with; `to(dtype)` goes between them."""
@@ -138,7 +138,7 @@ def same_bits(first: Any, second: Any) -> bool:
 def _same_tensor(first: Tensor, second: Tensor) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    return torch.equal(to_bytes(first.cpu()), to_bytes(second.cpu()))
+    return equal_bytes(raw_bytes(first.cpu()), raw_bytes(second.cpu()))
 
 
 def _join(prefix: str, name: str) -> str:

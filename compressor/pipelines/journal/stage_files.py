@@ -23,7 +23,7 @@ from compressor.errors import LifecycleError, ResumeError
 from compressor.lifecycle import Fallback, ModuleRecord, Report, State
 from compressor.lifecycle.state import StageValue
 from compressor.nn import QuantizedLayer
-from compressor.pages import raw_bytes
+from compressor.pages import equal_bytes, raw_bytes
 from compressor.random_state import RandomState
 
 _TENSOR, _RANDOM, _MEMORY = "model:", "random:", "modifier:"
@@ -136,7 +136,7 @@ def copy_tensors(model: nn.Module, modules: Mapping[str, Mapping[str, Tensor]]) 
                 )
             with torch.no_grad():
                 # Bytes and not values, for NaN is not equal to itself; and no write without need, for writes are watched.
-                if not torch.equal(raw_bytes(own.cpu()), raw_bytes(stored)):
+                if not equal_bytes(raw_bytes(own.cpu()), raw_bytes(stored)):
                     own.copy_(stored)
 
 

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from compressor.pages import raw_bytes
+from compressor.pages import equal_bytes, raw_bytes
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -20,7 +20,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     Returns:
         True when nothing tells them apart.
     """
-    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and torch.equal(raw_bytes(a), raw_bytes(b))
+    return a.shape == b.shape and a.dtype == b.dtype and a.device == b.device and equal_bytes(raw_bytes(a), raw_bytes(b))
 
 
 def content_digest(tensor: Tensor) -> str:

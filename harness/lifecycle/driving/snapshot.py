@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from compressor.pages import equal_bytes
 from harness.lifecycle.driving.python_settings import PYTHON_SETTINGS
 from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS
 
@@ -180,7 +181,7 @@ class Bits:
         """Equal with a tensor of the same dtype, shape, device and bytes."""
         if not isinstance(other, Bits):
             return NotImplemented
-        return self.kind == other.kind and (self.bits.device.type == "meta" or torch.equal(self.bits, other.bits))
+        return self.kind == other.kind and (self.bits.device.type == "meta" or equal_bytes(self.bits, other.bits))
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -51,6 +51,7 @@ def _rank(work: Callable[..., Any], rank: int, size: int, folder: Path, *given: 
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32))  # who refuses at once may not end while others still connect
     try:
         told = work(folder, *given)
     except CompressorError as error:

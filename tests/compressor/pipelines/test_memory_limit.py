@@ -4,39 +4,42 @@ from __future__ import annotations
 
 import mmap
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from compressor import oneshot
+from compressor.tracing import footprint
 from tests import tiny
+from tests.compressor.distributed.rank_jobs import CONTEXT
 
 LAYERS = 8
 _SHAPE = {"hidden_size": 512, "intermediate_size": 2560, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 2048}
-_RUN = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-from compressor import oneshot
-from compressor.tracing import footprint
 
-footprint.COPIED_BYTES = 1 << 20  # a model of this size would be copied while it is traced
 
-def run(model, out):
+def work(first: str, model: str, out: str, held: str, link: Connection) -> None:
+    """Compress a small model, and at a word the larger one; its weights are mapped, or held in memory."""
+    footprint.COPIED_BYTES = 1 << 20  # a model of this size would be copied while it is traced
+    _run(first, f"{out}-first")  # what libraries load and keep on first use is no part of a run
+    link.send("ready")
+    link.recv()
+    source: Any = model
+    if held == "held":
+        source = AutoModelForCausalLM.from_pretrained(model)
+        for parameter in source.parameters():
+            parameter.data = parameter.data.clone()
+    _run(source, out)
+
+
+def _run(model: Any, out: str) -> None:
     recipe = {"quant_modifiers": {"GPTQModifier": {"scheme": "W4A16", "ignore": ["lm_head", "re:.*(o|down)_proj"], "mode": "fast"}}}
     oneshot(model, recipe=recipe, dataset=torch.arange(64).view(2, 32), output_dir=out)
-
-first, model, out, held = sys.argv[1:]
-run(first, out + "-first")  # what libraries load and keep on first use is no part of a run
-print("ready", flush=True)
-sys.stdin.readline()
-if held == "held":
-    model = AutoModelForCausalLM.from_pretrained(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-run(model, out)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +53,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def ended(folders: tuple[Path, Path], out: Path, held: str, limit: int) -> tuple[int, int]:
     """Run, and end the process where it takes more than `limit` bytes over what it held before; return its exit status and that peak."""
-    command = [sys.executable, "-c", _RUN, *map(str, folders), str(out), held]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        pages = Path(f"/proc/{process.pid}/statm")
-        start, peak = resident_bytes(pages), 0
-        process.stdin.write("\n")
-        process.stdin.flush()
-        while process.poll() is None:
-            peak = max(peak, resident_bytes(pages) - start)
-            if peak > limit:
-                process.kill()
-            time.sleep(0.001)
-    return process.returncode, peak
+    link, its = CONTEXT.Pipe()
+    process: Any = CONTEXT.Process(target=work, args=(*map(str, folders), str(out), held, its))
+    process.start()
+    assert link.recv() == "ready"
+    pages = Path(f"/proc/{process.pid}/statm")
+    start, peak = resident_bytes(pages), 0
+    link.send("go")
+    while process.exitcode is None:
+        peak = max(peak, resident_bytes(pages) - start)
+        if peak > limit:
+            process.kill()
+        time.sleep(0.001)
+    return process.exitcode, peak
 
 
 def resident_bytes(pages: Path) -> int:
