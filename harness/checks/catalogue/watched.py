@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from harness.checks import protocols
 from harness.checks.catalogue.kinds import KINDS, SideEffectError
+from harness.lifecycle.driving.shared_code import SharedCode
 from harness.lifecycle.driving.snapshot import Difference, Held, Snapshot, describe_change, freeze
 from harness.lifecycle.process_state import ModulesMayDraw
 from harness.lifecycle.subject import begin_random_numbers
@@ -67,13 +68,15 @@ class Watched:
         before, results = _look(given), {key: _frozen(value) for key, value in self._results.items()}
         self._num_calls += 1
         begin_random_numbers(self._num_calls)  # each call finds another seed of the caller's, which decides nothing
-        around = Snapshot.of_surroundings()
+        around, shared = Snapshot.of_surroundings(), _shared_code(given)
         try:
             with ModulesMayDraw() if name in _MAKES_MODULES else nullcontext():
                 result = method(*args, **kwargs)
         finally:
             # Whoever refuses what it was given leaves it as it was, too.
-            self._refuse(name, around.differences(Snapshot.of_surroundings(), ("threads",)), before, given, results)
+            process = around.differences(Snapshot.of_surroundings(), ("threads",)) + shared.differences()
+            shared.put_back()
+            self._refuse(name, process, before, given, results)
         if isinstance(getattr(result, "kind", None), str):
             return watched(result)
         if not isinstance(result, nn.Module):
@@ -154,6 +157,11 @@ def _weight_of(snapshot: Snapshot, name: str) -> object:
     """The very tensor that stands there, without its values."""
     held = snapshot.items.get(("tensor", name))
     return held[0] if isinstance(held, list) else None
+
+
+def _shared_code(given: Mapping[str, Any]) -> SharedCode:
+    """What the files of the given models share with others, as one is that `apply` has patched."""
+    return SharedCode(module for value in given.values() if isinstance(value, nn.Module) for module in value.modules())
 
 
 _AROUND = ("rng", "torch", "threads")

@@ -126,7 +126,7 @@ def product(subject: Layer, context: CheckContext) -> str:
             case = _Case.built(subject, shape, dtype, bias)
             worst = max(worst, _hold_plain(case, shape[1], dtype) if number < 2 else 0.0)
             _hold_nonfinite(case, shape[1], dtype)
-            for name, x in _hurtful_inputs(shape[1], dtype, bias).items():
+            for name, x in {**_hurtful_inputs(shape[1], dtype, bias), "largest": _largest(case, shape[1], dtype)}.items():
                 kind = name.partition(",")[0]
                 if kind == "subnormal" and not torch.equal(subject.expected_input(case.layer, x), x):
                     continue  # the scale of such an input is only asked to be above zero
@@ -140,6 +140,8 @@ def product(subject: Layer, context: CheckContext) -> str:
             x = _inputs(((7,),), shape[1], dtype)[0]
             case.layer.eval()
             worst = max(worst, _hold_product(case, x, f"weight {list(shape)}, in evaluation mode", num_more=0))
+            if bias:
+                _hold_presentations(case.layer, x)
     return f"relative error up to {worst:.1e}"
 
 
@@ -214,6 +216,14 @@ def _hurtful_inputs(columns: int, dtype: torch.dtype, bias: bool) -> dict[str, T
     return found
 
 
+def _largest(case: _Case, columns: int, dtype: torch.dtype) -> Tensor:
+    """As large as inputs may be while their products, in whatever order they are added up, stay numbers; 2^98 where that is less."""
+    x = hurtful("bell", (3, columns), dtype).to(torch.float64)
+    sums = x.abs() @ case.weight.abs().t()
+    most = min(float(torch.finfo(dtype).max), 2.0**100) / 4
+    return (x * (most / max(float(sums.max()), float(x.abs().max())))).to(dtype)
+
+
 def _hold_product(case: _Case, x: Tensor, where: str, *, num_more: int = 1, least: float = 0.0) -> float:
     actual = _run_again_and_again(case.layer, x, num_more)
     wide = case.subject.expected_input(case.layer, x).to(torch.float64) @ case.weight.t()
@@ -258,6 +268,8 @@ def _hold_close(actual: Tensor, expected: Tensor, what: str) -> None:
     if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
         raise CheckFailed(f"{what}: {actual.dtype} {list(actual.shape)}, not {expected.dtype} {list(expected.shape)}")
     wide, error = expected.to(torch.float64), actual.to(torch.float64) - expected.to(torch.float64)
+    error = error.masked_fill((actual == expected) | (actual.isnan() & expected.isnan()), 0.0)  # infinities are equal, too
+    wide = wide.masked_fill(~wide.isfinite(), 0.0)
     if not float(error.norm()) <= 8 * float(torch.finfo(expected.dtype).eps) * float(wide.norm()):
         raise CheckFailed(f"{what}: relative error {float(error.norm() / wide.norm()):.3g}")
 

@@ -113,6 +113,18 @@ class AHundred(Whole):
         return super().observe([batches[place] for place in range(min(100, len(batches)))])
 
 
+class WidthInItsDtype(Whole):
+    """Twice the largest value over 255, computed in the dtype of the batch: infinite, or the largest number where that saturates."""
+
+    def most(self, values: Tensor) -> Tensor:
+        return ((values.abs().max() * 2).clamp(max=torch.finfo(values.dtype).max) / 2).double()
+
+
+class CoarseWidth(Whole):
+    def most(self, values: Tensor) -> Tensor:
+        return (values.abs().max() * 1.001).to(torch.bfloat16).double()
+
+
 class Cut(Whole):
     """Widens the range of batches that come in some form."""
 
@@ -151,6 +163,8 @@ WRONG = [
     SeesNaNEarly,
     Remembers,
     AHundred,
+    WidthInItsDtype,
+    CoarseWidth,
 ]
 # What comes out of other orders and cuts differs, and by nothing but this is it told.
 PLACED = {BySequence: "one by one", AllAtOnce: "in one batch", CountsEmptyBatches: "with an empty batch", LastIsSmaller: "reversed"}

@@ -177,6 +177,16 @@ class SaturatesForMany(Int8):
         return super().forward(x.clamp(-3, 3) if x.shape[:-1].numel() > 64 else x)
 
 
+def _has_large_sums(self: Int8, x: Tensor) -> bool:
+    """Whether codes times a 64th of the inputs add up to more than float16 has."""
+    sums = (x.detach().double() @ self.codes.double().t()).abs()
+    return x.dtype == torch.float16 and bool((sums > 64 * 65504).any()) and bool(x.isfinite().all())
+
+
+def _is_square_view(self: Int8, x: Tensor) -> bool:
+    return self.codes.shape[0] == self.codes.shape[1] and not x.is_contiguous()
+
+
 WRONG: dict[str, tuple[type[Int8], str, str]] = {
     "a square weight": (Square, "layer.product", "weight [32, 32]"),
     "no bias for one output": (NoBiasForOneOutput, "layer.product", "an input of [130, 1031]"),
@@ -191,6 +201,8 @@ WRONG: dict[str, tuple[type[Int8], str, str]] = {
     "stride 0": (where(lambda self, x: x.dim() == 2 and x.stride(0) == 0 and len(x) > 1), "layer.product", "one row, expanded"),
     "an offset": (where(lambda self, x: x.storage_offset() > 0 and x.is_contiguous()), "layer.product", "the last rows of a larger tensor"),
     "a step": (where(lambda self, x: x.dim() > 1 and x.stride(-1) == 2), "layer.product", "every other column"),
+    "a view, where the weight is square": (where(_is_square_view), "layer.product", "rows that lie apart: another output"),
+    "sums of codes": (where(_has_large_sums), "layer.product", "largest"),
     "a Parameter": (where(lambda self, x: isinstance(x, nn.Parameter)), "layer.product", "a Parameter, where gradients"),
     "a result": (where(lambda self, x: x.grad_fn is not None), "layer.product", "a result that has a gradient, where gradients"),
     "a cache": (StaleCache, "layer.copies", "filled after it had run: another output"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
 
 import harness
 from compressor.numerics import QuantizationArgs, QuantizationScheme
@@ -143,6 +144,12 @@ def _empties(model: Any, batches: Sequence[Tensor]) -> None:
     batches[0].zero_()
 
 
+def _patches(model: Any, batches: Sequence[Tensor]) -> None:
+    _fold(model, batches)
+    turn = modeling_llama.rotate_half
+    modeling_llama.rotate_half = lambda x: turn(x)
+
+
 def _transform(function: Any) -> InPlaceTransform:
     return InPlaceTransform(function, ["*.input_layernorm.weight"], architectures=["llama"])
 
@@ -161,6 +168,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a pruner draws": (Pruner(_draws), "prune() has changed something of the process: torch"),
     "a transform leaves training mode": (_transform(_trains), "apply() has changed the model that it was given: lm_head: training"),
     "a transform freezes": (_transform(_freezes), "requires_grad changed: True -> False"),
+    "a transform patches": (_transform(_patches), "the module transformers.models.llama.modeling_llama: process changed: rotate_half"),
     "a transform empties its batches": (_transform(_empties), "apply() has changed the batches that it was given"),
 }
 
@@ -168,7 +176,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_it_is_told_and_told_once(name: str) -> None:
     subject, says = WRONG[name]
+    turn = modeling_llama.rotate_half
     report = harness.check(subject, draws=False)
+    assert modeling_llama.rotate_half is turn
     told = [group[0].summary for group in report.causes()]
     assert sum(says in text for text in told) == 1, report.to_text()
     assert not [text for text in told if "could not be completed" in text], told
