@@ -68,7 +68,7 @@ def quantization_config(
             "output_activations": None,
             "weights": _args(scheme.weights),
         }
-        groups.setdefault(repr(content), {**content, "targets": []})["targets"].append(name)
+        groups.setdefault(_as_read(scheme), {**content, "targets": []})["targets"].append(name)
     if len(groups) == 1 and not others:
         (only,) = groups.values()
         heads = [name for name in only["targets"] if name.rpartition(".")[2] in _HEADS]
@@ -207,8 +207,8 @@ def _needs_dequantize(modules: Mapping[str, QuantizationScheme], dtype: torch.dt
     without the `weight` that transformers initializes. Unpacking at once gives the same weights in the model's dtype, but knows one scheme
     only, and leaves the inputs as they are; vLLM does not read the flag.
     """
-    schemes = list(modules.values())
-    if not schemes or any(scheme != schemes[0] for scheme in schemes):
+    schemes = list({_as_read(scheme): scheme for scheme in modules.values()}.values())
+    if len(schemes) != 1:
         return False
     if _has_packed_zero_points(schemes[0]):
         return True
@@ -239,6 +239,14 @@ def _has_one_word(scheme: QuantizationScheme, module: nn.Module) -> bool:
         return False
     rows, columns = module.weight_size if isinstance(module, QuantizedLayer) else weight_of(module).shape
     return rows * weights.num_bits <= WORD_BITS and columns > weights.group_size
+
+
+def _as_read(scheme: QuantizationScheme) -> str:
+    """What a scheme means to readers: neither for whom it was given, nor in which order the columns were solved, unless that is stored."""
+    weights = scheme.weights
+    if weights is not None and weights.actorder != "group":
+        weights = weights.model_copy(update={"actorder": None})
+    return repr((scheme.compression_format, _args(scheme.input_activations), _args(weights)))
 
 
 def _args(args: QuantizationArgs | None) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict
 
 ROLES = ("q", "k", "v")
+_INSIDE = "it lies inside a subgraph of If, Loop or Scan, which is not followed"
 
 
 class Status(StrEnum):
@@ -80,6 +81,11 @@ class Block:
     leading: tuple[Projection, ...] = ()
     place: BlockPlace = field(default_factory=BlockPlace)
     taken: Mapping[str, ir.Value] = field(default_factory=dict)
+
+    @property
+    def runs_unknown_times(self) -> bool:
+        """Whether it lies in the body of a Loop or Scan, which runs as often as it runs, or in a branch of an If."""
+        return self.note == _INSIDE
 
     def projection(self, role: str) -> Projection | None:
         """Return the layer of a role, None where there is not exactly one."""
@@ -383,7 +389,7 @@ class _Search:
         nodes = list(self._view.subgraph_nodes())
         anchors = [node for node in nodes if node.op_type in attention or is_opaque(node)]
         for node in anchors or [node for node in nodes if self._multiplies_variables(node)]:
-            self._add(node, Status.AMBIGUOUS, note="it lies inside a subgraph of If, Loop or Scan, which is not followed")
+            self._add(node, Status.AMBIGUOUS, note=_INSIDE)
 
     def _multiplies_variables(self, node: ir.Node) -> bool:
         """Whether a node of a subgraph sums products of two values that are computed or given, as a matrix product or a convolution."""

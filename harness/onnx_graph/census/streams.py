@@ -166,12 +166,14 @@ class BlockPlace:
         below: indices of the blocks that its result flows into.
         outputs: positions of the graph outputs that its result flows into.
         beside: indices of the blocks inside of the same If, Loop or Scan, among which nobody follows what flows where.
+        inputs: names of the graph inputs that flow into it.
     """
 
     above: frozenset[int] = frozenset()
     below: frozenset[int] = frozenset()
     outputs: frozenset[int] = frozenset()
     beside: frozenset[int] = frozenset()
+    inputs: frozenset[str] = frozenset()
 
 
 def block_places(view: GraphView, anchors: Sequence[ir.Node]) -> list[BlockPlace]:
@@ -189,7 +191,8 @@ def block_places(view: GraphView, anchors: Sequence[ir.Node]) -> list[BlockPlace
     held: dict[ir.Node, list[int]] = {}
     for position, anchor in enumerate(anchors):
         held.setdefault(holder.get(anchor, anchor), []).append(position)
-    carried: dict[ir.Value, int] = {}  # a bit per block that the value comes from
+    # A bit per block that the value comes from, and behind them one per graph input.
+    carried: dict[ir.Value, int] = {value: 1 << len(anchors) + place for place, value in enumerate(view.model.graph.inputs)}
     above = [0] * len(anchors)
     for node in view.nodes:
         mask = 0
@@ -206,6 +209,7 @@ def block_places(view: GraphView, anchors: Sequence[ir.Node]) -> list[BlockPlace
             frozenset(other for other, mask in enumerate(above) if mask >> one & 1),
             frozenset(position for position, mask in enumerate(ends) if mask >> one & 1),
             frozenset(held[holder.get(anchor, anchor)]) - {one},
+            frozenset(str(value.name) for value in view.model.graph.inputs if above[one] & carried[value]),
         )
         for one, anchor in enumerate(anchors)
     ]

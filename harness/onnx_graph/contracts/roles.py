@@ -83,7 +83,8 @@ class SameBlockCount(RoleContract):
             return [self.violated(f"{len(before)} attention blocks before, {len(after)} after")]
         if before != after and not any(block.status is Status.ABSORBED for block in pair.census_after.blocks):
             return [self.violated(f"the blocks were {', '.join(before)}, and are {', '.join(after)}")]
-        return []
+        inside = [block for block in (*pair.baseline.census.read, *pair.census_after.read) if block.runs_unknown_times]
+        return [self.not_analysed(f"block {block.index}: {block.note}, and how often it runs is not read") for block in inside[:1]]
 
 
 class SeparateQKV(RoleContract):
@@ -207,6 +208,7 @@ class RoleWeights(RoleContract):
         """Blocks that have their weights at another place of the data flow: their weights were exchanged, nothing was reordered."""
         found = {one.block: pair.counterparts[one.block] for one in kept}
         before = {block.index: block for block in pair.baseline.census.read}
+        inputs = {value.name for value in pair.before.graph.input}
         for index, now in found.items():
             was = before[index]
             where = f"block {index} ({was.kind}): its weights are found at block {now.index}"
@@ -218,6 +220,9 @@ class RoleWeights(RoleContract):
                 outputs = [[pair.before.graph.output[at].name for at in sorted(place.outputs)] for place in (was.place, now.place)]
                 reached = " and ".join(", ".join(names) or "no output" for names in outputs)
                 yield self.violated(f"{where}, which leads to other outputs of the graph than before: {reached}", index)
+            elif (lost := was.place.inputs - now.place.inputs) and (gained := (now.place.inputs - was.place.inputs) & inputs):
+                read = f"{', '.join(sorted(gained))} in the place of {', '.join(sorted(lost))}"
+                yield self.violated(f"{where}, which reads other inputs of the graph than before: {read}", index)
 
     def _compare(self, pair: Pair, was: RoleWeight, block: Block | None) -> Finding | None:
         if block is None or block.status in (*_UNCLEAR, Status.ABSORBED):

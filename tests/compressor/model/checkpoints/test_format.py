@@ -58,6 +58,16 @@ class _GatedDeltaNet(_TopKRouter):
     """A matrix of its own, but no router."""
 
 
+def test_one_format_is_one_group_whoever_asked_for_it_and_in_whatever_order_its_columns_were_solved():
+    rounded = preset_scheme("W4A16_ASYM", targets=["re:.*up_proj"])
+    weights = rounded.weights.model_copy(update={"actorder": "static"})
+    solved = rounded.model_copy(update={"weights": weights, "targets": ["re:.*down_proj"]})
+    config = quantization_config({"mlp.down_proj": solved, "mlp.up_proj": rounded}, [])
+    assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]] and config["dequantize"]
+    stored = solved.model_copy(update={"weights": weights.model_copy(update={"actorder": "group"})})
+    assert len(quantization_config({"mlp.down_proj": stored, "mlp.up_proj": rounded}, [])["config_groups"]) == 2
+
+
 def test_what_readers_would_take_for_linear_is_ignored_by_name():
     model = nn.ModuleDict(
         {"lin": nn.Linear(2, 2), "norm": nn.LayerNorm(2), "router": _TopKRouter((2, 2)), "delta": _GatedDeltaNet((2, 2)), "act": nn.ReLU()}
