@@ -20,6 +20,13 @@ class TimeLimitError(BaseException):
     """Thrown into code that took too long; no Exception, so that it is not taken for an error of that code."""
 
 
+class _NeverAgain(TimeLimitError):
+    """Thrown into code that sleeps beyond its limit: when it wakes up it stops here, before a handler puts back what is others' by then."""
+
+    def __init__(self) -> None:
+        threading.Event().wait()
+
+
 class Stopwatch:
     """Measures one call after another; whoever makes calls says when a new one begins.
 
@@ -44,7 +51,8 @@ class Stopwatch:
 def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float, where: Callable[[], str] | None = None) -> Result:
     """Run something in a thread of its own, and give up on it when one call takes too long.
 
-    Python code in a loop is stopped; code that sleeps or waits is left behind in a daemon thread, which ends with the process.
+    Python code in a loop is stopped; code that sleeps or waits is left behind in a daemon thread, which does nothing any more when it
+    wakes up, and ends with the process.
 
     Args:
         call: what to run.
@@ -97,7 +105,14 @@ def counted(elapsed: float, worked: float) -> float:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    assert thread.ident is not None
-    error: Any = ctypes.py_object(TimeLimitError)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), error)
+    _throw(thread, TimeLimitError)
     thread.join(timeout=1.0)
+    if thread.is_alive():
+        _throw(thread, _NeverAgain)
+
+
+def _throw(thread: threading.Thread, error: type[BaseException]) -> None:
+    """Raise an error in another thread, before its next line; one that waits there takes this one in the place of an earlier one."""
+    assert thread.ident is not None
+    given: Any = ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), given)

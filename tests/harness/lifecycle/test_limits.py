@@ -31,11 +31,23 @@ def test_a_loop_is_stopped() -> None:
     assert ended.wait(timeout=10)
 
 
-def test_a_wait_is_left_behind() -> None:
-    release = threading.Event()
+def test_a_wait_is_left_behind_and_does_nothing_any_more_when_it_ends() -> None:
+    """Others run by then, and what it puts back would be theirs."""
+    release, done = threading.Event(), []
+
+    def waits() -> None:
+        try:
+            release.wait(timeout=30)
+        except TimeLimitError:
+            done.append("caught")
+        finally:
+            done.append("put back")
+
     with pytest.raises(TimeLimitError):
-        run_limited(lambda: release.wait(timeout=30), Stopwatch(), 0.2)
+        run_limited(waits, Stopwatch(), 0.2)
     release.set()
+    time.sleep(0.3)
+    assert not done
 
 
 @pytest.mark.parametrize(("worked", "counts"), [(0.0, 1.0), (0.01, 1.0), (0.25, 0.25), (0.05, 0.1), (1.0, 1.0), (3.0, 1.0)])
