@@ -330,6 +330,9 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
             stage: what it left.
         """
 
+    def settle(self) -> None:
+        """Follow weights that were written outside of a step, such as averages, with what OPTIM_POST_STEP keeps: zeros, scales."""
+
     @abstractmethod
     def on_initialize(self, state: State) -> bool:
         """Prepare for `state.model`; return True, or False where the modifier cannot work on it."""

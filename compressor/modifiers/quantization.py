@@ -117,7 +117,12 @@ class TrainingModifier(SchemeModifier):
                 self._observes = True
             self._trained = True
             self._fix_when_due(event)
-        if event.type is EventType.OPTIM_POST_STEP and self._layers and not (self._fixed or self.update):
+        if event.type is EventType.OPTIM_POST_STEP:
+            self.settle()
+
+    def settle(self) -> None:
+        """Let global scales follow the weights, where scales do."""
+        if self._layers and not (self._fixed or self.update):
             self._follow_global_scales()
 
     def on_update(self, state: State, event: Event) -> None:

@@ -9,7 +9,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from compressor.data import BlockOrder
 from compressor.errors import CompressorError, NumericsError, OutOfMemoryError, ReplayError
-from compressor.lifecycle import Modifier
-from compressor.modifiers.pruning.masks import PruningModifier
 from compressor.monitor import Monitor
 from compressor.settings.verbs import StepSettings
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
@@ -125,7 +123,6 @@ class Loop:
             found["ema"] = {}
             for decay in averages.decays:
                 with averages.applied(decay):
-                    settle_masks(self._trainer.step.modifiers)
                     found["ema"][f"{decay:g}"] = self._trainer.evaluate(batches, weights)
         return found
 
@@ -188,17 +185,6 @@ class Loop:
             f"step {self._trainer.num_steps + 1}: memory ran out ({said}); take a smaller batch_size with a larger accumulate, "
             f"or a smaller max_seq_length, or mode='eager', which holds no captured step; {self._states.advice}"
         )
-
-
-def settle_masks(modifiers: Sequence[Modifier]) -> None:
-    """Apply pruning masks to weights that were written outside of a step, such as averages. Changes the weights.
-
-    Args:
-        modifiers: of the session.
-    """
-    for modifier in modifiers:
-        if isinstance(modifier, PruningModifier):
-            modifier.settle()
 
 
 @contextmanager

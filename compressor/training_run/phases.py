@@ -30,7 +30,7 @@ from compressor.random_state import random_numbers_kept
 from compressor.settings.verbs import DataSettings, StepSettings
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
 from compressor.training_run.attention import causal_attention
-from compressor.training_run.loop import Loop, settle_masks
+from compressor.training_run.loop import Loop
 from compressor.training_run.place import Place
 from compressor.training_run.result import (
     cast_parameters,
@@ -270,7 +270,6 @@ class TrainingRun:
         averages = trainer.step.averages
         if averages is not None and self.settings.save_ema is not None:
             averages.copy_into_model(self.settings.save_ema)
-            settle_masks(self.modifiers)
         for parameter in self.parameters:
             parameter.grad = None
         cast_parameters(self.loaded.model, self.save_dtype)

@@ -280,7 +280,7 @@ class PruningModifier(Modifier):
             weight_rows(self._modules[name]).masked_fill_(mask, 0.0)
 
     def settle(self) -> None:
-        """Apply the masks where they count: after weights were written outside of a step, such as averages."""
+        """Apply the masks where they count."""
         if self._active:
             self.apply()
 

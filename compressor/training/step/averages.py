@@ -6,7 +6,7 @@ weights in half precision are kept in float32, where a share of 0.001 does not r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -29,6 +29,7 @@ class WeightAverages:
 
     Attributes:
         decays: by the number that was given, the decay in force, a float64 tensor that may be written in place between steps.
+        settle: called where weights were written; a step with modifiers sets it, so that averages stand under the same masks.
 
     Raises:
         UserInputError: a decay out of range, or given twice.
@@ -45,6 +46,7 @@ class WeightAverages:
             if not 0 < one < 1:
                 raise UserInputError(f"WeightAverages: decay={one} is not between 0 and 1; give for example 0.999")
         self.warmup, self._applied = warmup, False
+        self.settle: Callable[[], None] = _nothing
         self._weights = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
         device = next((weight.device for weight in self._weights.values()), torch.device("cpu"))
         self.decays = {one: torch.tensor(one, dtype=torch.float64, device=device) for one in given}
@@ -93,13 +95,14 @@ class WeightAverages:
 
     @torch.no_grad()
     def copy_into_model(self, decay: float | None = None) -> None:
-        """Put averages in the place of the weights for good. Changes the model's parameters, in place.
+        """Put averages in the place of the weights for good, under the masks. Changes the model's parameters, in place.
 
         Args:
             decay: whose averages; None: the first one.
         """
         for name, average in self.weights(decay).items():
             self._weights[name].copy_(average)
+        self.settle()
 
     def refuse_applied(self, where: str) -> None:
         """Refuse what takes the model's values for its weights while averages stand in their place.
@@ -115,7 +118,7 @@ class WeightAverages:
 
     @contextmanager
     def applied(self, decay: float | None = None) -> Iterator[None]:
-        """Put averages into the model while the block runs; storages stay where they are, so that plans stay valid.
+        """Put averages into the model while the block runs, under the masks; storages stay where they are, so that plans stay valid.
 
         Args:
             decay: whose averages; None: the first one.
@@ -137,7 +140,12 @@ class WeightAverages:
             with torch.no_grad():
                 for name, weight in self._weights.items():
                     weight.copy_(kept[name])
+            self.settle()
 
 
 def _copy(weight: Tensor) -> Tensor:
     return weight.detach().to(torch.float32 if weight.dtype in _HALVES else weight.dtype, copy=True)
+
+
+def _nothing() -> None:
+    """No modifier keeps anything with the weights."""

@@ -101,6 +101,8 @@ class TrainStep:
             raise UserInputError(f"TrainStep: autocast={autocast!r} is no dtype of torch.autocast; give torch.bfloat16, or None")
         self.model, self.loss_fn, self.optimizer, self.session = model, loss_fn, optimizer, session
         self.accumulate, self.clip_norm, self.autocast, self.averages = accumulate, clip_norm, autocast, averages
+        if averages is not None:
+            averages.settle = self._settle
         self.ranks = Ranks(model)
         self.made_of = {name: type(module).__qualname__ for name, module in model.named_modules()}
         self.lasting = Lasting()
@@ -342,6 +344,11 @@ class TrainStep:
         event = Event(event_type, index=math.nan, step=-1, loss=loss)
         for modifier in self.session.modifiers:
             modifier.update_event(self.session.state, event)
+
+    def _settle(self) -> None:
+        """Let the modifiers follow weights that were written outside of the step."""
+        for modifier in self.modifiers:
+            modifier.settle()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters().items():

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from compressor.errors import UserInputError
+from compressor.lifecycle import Session, State
+from compressor.modifiers.pruning.magnitude import MagnitudePruningModifier
+from compressor.modifiers.quantization import QuantizationModifier
 from compressor.training import Snapshot, Trainer, TrainStep, WeightAverages, load_training, save_training, sgd
 
 
@@ -147,3 +150,24 @@ def test_an_evaluation_may_weigh_its_batches(new_trainer, cases, batches):
     assert trainer.evaluate([batches(1), batches(2)], [3, 1]) == pytest.approx((3 * single[0] + single[1]) / 4)
     with pytest.raises(UserInputError, match="1 weights were given for 2 batches"):
         trainer.evaluate([batches(1), batches(2)], [3])
+
+
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+def test_averages_stand_under_the_masks_and_global_scales_follow_them(new_trainer, cases, batches, mode):
+    plain = new_trainer(cases["mlp"], mode).step
+    pruning = MagnitudePruningModifier(targets=["first"], final_sparsity=0.5, start=2, end=6, update=1, leave_enabled=True)
+    rounding = QuantizationModifier(targets=["last"], scheme="NVFP4A16", start=2)
+    session = Session(State(plain.model), [pruning, rounding])
+    session.initialize()
+    step = TrainStep(plain.model, plain.loss_fn, plain.optimizer, session, averages=WeightAverages(plain.model, 0.9))
+    trainer = Trainer(step, mode, audit_every=0)
+    trainer.fit(batches, 12)
+    first, last = step.model.first, step.model.last
+    before, scale = Snapshot.take(step), rounding.global_scale("last").clone()
+    with step.averages.applied():
+        assert float((first.weight == 0).float().mean()) == 0.5
+        assert torch.equal(rounding.global_scale("last"), 448 * 6 / last.weight.abs().amax().reshape(1))
+        assert not torch.equal(rounding.global_scale("last"), scale)
+    assert before.differences(Snapshot.take(step)) == [] and torch.equal(rounding.global_scale("last"), scale)
+    step.averages.copy_into_model()
+    assert float((first.weight == 0).float().mean()) == 0.5
