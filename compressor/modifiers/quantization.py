@@ -46,6 +46,7 @@ class TrainingModifier(SchemeModifier):
     _fixed: bool = PrivateAttr(default=False)
     _trained: bool = PrivateAttr(default=False)
     _observes: bool = PrivateAttr(default=False)  # looked at with the first batch
+    _in_step: bool = PrivateAttr(default=False)
 
     @model_validator(mode="after")
     def _check_times(self) -> Self:
@@ -82,7 +83,7 @@ class TrainingModifier(SchemeModifier):
 
     def on_initialize(self, state: State) -> bool:
         """Resolve targets, and refuse what training cannot have."""
-        self._layers, self._fixed, self._trained, self._observes = {}, False, False, False
+        self._layers, self._fixed, self._trained, self._observes, self._in_step = {}, False, False, False, False
         done = super().on_initialize(state)
         for name, scheme in self._schemes.items() if self.trains(state) else ():
             inputs = scheme.input_activations
@@ -103,14 +104,18 @@ class TrainingModifier(SchemeModifier):
         self._choose_global_scales()
         for name, module in self._pending.items():
             layer = fake_quantized(module, self._schemes[name], name, self.global_scale(name))
-            layer.fixed = bool(self.update)
+            layer.fixed, layer.in_step = bool(self.update), self._in_step
             state.swap_module(name, layer)
             self._layers[name] = layer
         self._fix_when_due(event)
 
     def on_event(self, state: State, event: Event) -> None:
-        """Fix the scales when it is time; let global scales follow the weights, inside the step."""
+        """Fix the scales when it is time; let ranges follow the inputs of steps, and global scales the weights, inside the step."""
         del state
+        if event.type in (EventType.BATCH_START, EventType.BATCH_END):
+            self._in_step = event.type is EventType.BATCH_START
+            for layer in self._layers.values():
+                layer.in_step = self._in_step
         if event.type is EventType.BATCH_START:
             if self._layers and not self._observes:
                 self._check_observed()

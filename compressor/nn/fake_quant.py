@@ -42,6 +42,7 @@ class FakeQuantizedLayer(nn.Module):
         name: dotted name of the layer in its model, for errors.
         fixed: the weight's scales are those that `keep_scales` stored last.
         observing: static ranges of inputs still grow.
+        in_step: a step of the training runs; between steps forwards find ranges as they are in evaluation.
         stored_dtype: what the layer is cast to once it has become codes, which come from the weight as it was trained; None: nothing else.
     """
 
@@ -52,7 +53,7 @@ class FakeQuantizedLayer(nn.Module):
         super().__init__()
         check_fit(module, scheme, name)
         self.scheme, self.name = scheme, name
-        self.fixed, self.observing = False, False
+        self.fixed, self.observing, self.in_step = False, False, True
         self.stored_dtype: torch.dtype | None = None
         self.weight = module.get_parameter("weight")
         self._transposed = is_conv1d(module)
@@ -172,12 +173,12 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
 
     @torch.no_grad()
     def _observe(self, x: Tensor, extremes: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """The extremes with this input, which are kept; in evaluation those that are kept, and its own where none are yet."""
+        """The extremes with this input, which are kept; outside of training those that are kept, or its own."""
         if not self.observing:
             return extremes
         low, high = torch.aminmax(x)
         seen = torch.minimum(extremes[0], low), torch.maximum(extremes[1], high)
-        if not self.training:
+        if not (self.training and self.in_step):
             is_known = extremes[0] < extremes[1]
             return torch.where(is_known, extremes[0], seen[0]), torch.where(is_known, extremes[1], seen[1])
         for kept, now in zip(extremes, seen, strict=True):

@@ -334,6 +334,19 @@ def test_evaluation_computes_what_the_finished_layer_will(cases, new_trainer):
         assert torch.equal(before, model(beyond))
 
 
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+def test_forwards_between_steps_move_no_range_whatever_the_mode_of_the_layers(cases, new_trainer, mode):
+    modifier = quantizer("int8, static int8", ["first"], start=0)
+    trainer = make(cases["mlp"], new_trainer, mode, [modifier])
+    for step in range(8):  # also ahead of the first batch, when nothing is known yet
+        with torch.no_grad():
+            assert bool(trainer.step.model(torch.full((4, 8), 50.0)).isfinite().all())
+        trainer.train_step(cases["mlp"].batch_at(step))
+    seen = torch.stack([cases["mlp"].batch_at(step)["x"] for step in range(8)])
+    tensors = modifier.training_tensors()
+    assert float(tensors["first.input_min"]) == float(seen.min()) and float(tensors["first.input_max"]) == float(seen.max())
+
+
 @pytest.mark.parametrize("start", [0, 3])
 def test_layers_in_evaluation_mode_would_observe_nothing(cases, new_trainer, start):
     trainer = make(cases["mlp"], new_trainer, "eager", [quantizer("int8, static int8", ["first"], start=start)])
