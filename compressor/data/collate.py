@@ -24,6 +24,7 @@ Batch = dict[str, Tensor] | tuple[Tensor, ...]
 _CPU = torch.device("cpu")
 _ATOMS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 WITHOUT_PADDING = "give batches without padding: batch_size=1 makes them of rows, and those of a DataLoader you cut to their own length"
+ALL_COUNTED = f"leave out the loss_mask where there is one, and {WITHOUT_PADDING}"
 """What to do where a mask cannot be laid on what a module is handed; holds for rows and for batches, which have no batch_size."""
 _TOKENS_AT_ONCE, _TOKENS_ON_CPU = 2048, 1024
 

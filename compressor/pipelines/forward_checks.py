@@ -111,9 +111,13 @@ def _refuse_a_second_sequence(batch: Any, mask: Tensor, index: int) -> None:
     names = [name for name in batch if name.startswith("decoder_")] if isinstance(batch, Mapping) else []
     for name in names:
         if name != "decoder_attention_mask" and batch[name].shape[:2] == mask.shape:
+            real = batch.get("attention_mask")
+            is_padded = real is not None and real.dim() == 2 and not bool(real.all())
+            takes_more = not is_padded or not torch.equal(real.bool(), mask.to(real.device))
+            remedies = [*(["leave out the loss_mask"] if takes_more else []), *([WITHOUT_PADDING] if is_padded else [])]
             raise CalibrationError(
-                f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the padded encoder's input, so padding of one would "
-                f"count as padding of the other; {WITHOUT_PADDING}"
+                f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the encoder's input, so that tokens of it would not "
+                f"count where those of the encoder do not; {', and '.join(remedies)}"
             )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.algorithms.pruning.refit import SentTokens, refit
-from compressor.data.collate import WITHOUT_PADDING
+from compressor.data.collate import ALL_COUNTED
 from compressor.errors import ModelError
 from compressor.lifecycle import State
 from compressor.model.evaluation import evaluation_mode
@@ -117,8 +117,8 @@ def _kept_rows(state: State, value: Tensor, layer: str, frac: float, batch: int)
     if state.token_mask is not None:
         if len(rows_NC) != state.token_mask.numel():
             raise ModelError(
-                f"{layer}: was handed {len(rows_NC)} rows for a padded batch of {state.token_mask.numel()} tokens; "
-                f"{WITHOUT_PADDING}, with no loss_mask"
+                f"{layer}: was handed {len(rows_NC)} rows for a batch of {state.token_mask.numel()} tokens, not all of which count; "
+                f"{ALL_COUNTED}"
             )
         rows_NC = rows_NC[state.token_mask.flatten().to(rows_NC.device)]
     drawn_N = _shuffled(len(rows_NC), state.seed + batch)[: math.ceil(frac * len(rows_NC))].sort().values

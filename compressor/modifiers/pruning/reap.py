@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compressor.algorithms.pruning.reap import ExpertSaliency, kept_experts, lost_share
 from compressor.atomic import check_output_file, write_whole
-from compressor.data.collate import WITHOUT_PADDING
+from compressor.data.collate import ALL_COUNTED
 from compressor.errors import CalibrationError, RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.interface import AcrossRanks
@@ -263,8 +263,8 @@ def _real(state: State, layer: str, saliency: ExpertSaliency) -> Any:
         if state.token_mask is not None:
             if num_rows != state.token_mask.numel():
                 raise CalibrationError(
-                    f"{layer}: was handed {num_rows} rows for a padded batch of {state.token_mask.numel()} tokens; "
-                    f"{WITHOUT_PADDING}, with no loss_mask"
+                    f"{layer}: was handed {num_rows} rows for a batch of {state.token_mask.numel()} tokens, not all of which count; "
+                    f"{ALL_COUNTED}"
                 )
             real_N = state.token_mask.flatten().to(rows_N.device)[rows_N]
             weights_N, outputs_NC = weights_N[real_N], outputs_NC[real_N]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compressor.data.collate import WITHOUT_PADDING, without_single_axes
+from compressor.data.collate import ALL_COUNTED, without_single_axes
 from compressor.distributed.ranks import Ranks
 from compressor.errors import CalibrationError, NumericsError
 from compressor.lifecycle import State
@@ -69,8 +69,8 @@ def real_tokens(x: Tensor, token_mask: Tensor | None, name: str) -> Tensor:
     if x.dim() == 2 and x.shape[0] == token_mask.numel():
         return x[token_mask.flatten().to(x.device)]
     raise CalibrationError(
-        f"{name}: an input of shape {tuple(x.shape)} does not line up with a padded batch of {tuple(token_mask.shape)} tokens; "
-        f"{WITHOUT_PADDING}, with no loss_mask"
+        f"{name}: an input of shape {tuple(x.shape)} does not line up with a batch of {tuple(token_mask.shape)} tokens, not all of which "
+        f"count; {ALL_COUNTED}"
     )
 
 
@@ -151,8 +151,8 @@ def _nested_sequences(x: Tensor, token_mask: Tensor | None, name: str) -> list[T
     rows = [row.reshape(-1, row.shape[-1]) for row in x.unbind()]
     if token_mask is not None and [len(row) for row in rows] != token_mask.sum(1).tolist():
         raise CalibrationError(
-            f"{name}: a nested input of {[len(row) for row in rows]} tokens does not line up with a padded batch of "
-            f"{token_mask.sum(1).tolist()} tokens; {WITHOUT_PADDING}, with no loss_mask"
+            f"{name}: a nested input of {[len(row) for row in rows]} tokens does not line up with a batch, of whose "
+            f"sequences {token_mask.sum(1).tolist()} tokens count; {ALL_COUNTED}"
         )
     return rows
 
@@ -176,8 +176,8 @@ def mask_of_input(state: State, name: str) -> Tensor | None:
         return mask
     if sent.num_tokens != mask.numel():
         raise CalibrationError(
-            f"{name}: its layer of experts was handed {sent.num_tokens} rows for a padded batch of {mask.numel()} tokens; "
-            f"{WITHOUT_PADDING}, with no loss_mask"
+            f"{name}: its layer of experts was handed {sent.num_tokens} rows for a batch of {mask.numel()} tokens, not all of which count; "
+            f"{ALL_COUNTED}"
         )
     return mask.flatten()[sent.rows.to(mask.device)]
 

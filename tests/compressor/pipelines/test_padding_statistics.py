@@ -141,7 +141,7 @@ def test_the_check_sees_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(Hessian, "add", add)
     data = load_dataset_source(rows(), batch_size=3)
     if bug == "masks of another batch":
-        with pytest.raises(CalibrationError, match=r"does not line up with a padded batch"):
+        with pytest.raises(CalibrationError, match=r"does not line up with a batch"):
             hessians(data, "sequential")
         return
     found = hessians(data, "sequential")
@@ -238,6 +238,21 @@ def test_what_is_said_of_a_decoder_behind_a_padded_encoder_is_what_helps(decoder
     cut = {**batch, "input_ids": ids[:, :7], "attention_mask": torch.ones(1, 7, dtype=torch.long)}
     oneshot(model, recipe=recipe, dataset=DataLoader([cut], batch_size=None))  # type: ignore[arg-type]
     assert isinstance(model.decoder.block[0].layer[1].EncDecAttention.q, QuantizedLayer)
+
+
+@pytest.mark.parametrize("padded_too", [False, True])
+@pytest.mark.parametrize("decoder_length", [6, 9])
+def test_a_loss_mask_beside_a_decoder_is_named_and_leaving_it_out_helps(decoder_length: int, padded_too: bool) -> None:
+    model = tiny.t5(num_layers=1)
+    recipe, ids = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W8A8, ignore: [lm_head]}}}", torch.randint(3, 60, (1, 9))
+    batch = {"input_ids": ids, "decoder_input_ids": ids[:, :decoder_length]}
+    masks = {"loss_mask": (torch.arange(9) > 3).long()[None]}
+    if padded_too:
+        masks["attention_mask"] = (torch.arange(9) < 7).long()[None]
+    with pytest.raises(CalibrationError, match="leave out the loss_mask") as raised:
+        oneshot(model, recipe=recipe, dataset=DataLoader([{**batch, **masks}], batch_size=None))  # type: ignore[arg-type]
+    assert padded_too or decoder_length == 6 or "padding" not in str(raised.value)
+    oneshot(model, recipe=recipe, dataset=DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
