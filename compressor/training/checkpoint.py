@@ -143,9 +143,9 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
         raise ResumeError(f"{path}: {error}") from error
     _replay_session(trainer, record["num_steps"])
     _make_optimizer_state(trainer, stored, record["optimizer_state"])
-    for name, parameter in trainer.step.parameters().items():  # of one that the optimizer does not train, no trainer makes it
-        if f"grad:{name}" in stored and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+    for name, learner in trainer.step.learners().items():  # of one that the optimizer does not train, no trainer makes it
+        if f"grad:{name}" in stored and learner.grad is None:
+            learner.grad = torch.zeros_like(learner)
     with torch.no_grad():
         for name, tensor in trainer.step.tensors().items():
             tensor.copy_(stored[name])
@@ -249,7 +249,8 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
     }
     for number, group in enumerate(step.optimizer.param_groups):
         found |= {f"place {place} of optimizer group {number}": names[p] for place, p in enumerate(group["params"])}
-    found |= {f"requires_grad of {name}": parameter.requires_grad for parameter, name in names.items()}
+    asked = {name: tensor.requires_grad for name, tensor in step.learners().items() if tensor.requires_grad or tensor in names}
+    found |= {f"requires_grad of {name}": is_asked for name, is_asked in asked.items()}
     flags = {name: module.training for name, module in step.model.named_modules() if name in step.made_of}
     found |= {f"training of {name or 'the model'}": flag for name, flag in flags.items()}
     now = {name: type(module).__qualname__ for name, module in step.model.named_modules()}

@@ -55,7 +55,7 @@ def host_facts(step: TrainStep) -> dict[str, object]:
     for name, module in step.model.named_modules():
         facts[f"module {name or 'model'}"] = _module_facts(module)
     facts |= {f"parameter {name}": _gradient_facts(parameter) for name, parameter in step.parameters().items()}
-    for name, buffer in step.model.named_buffers():  # the gradients of parameters are tensors of the step
+    for name, buffer in step.model.named_buffers():
         facts[f"buffer {name}"] = {**_gradient_facts(buffer), "grad": Same(buffer.grad)}
     facts |= _optimizer_facts(step)
     for name, getter in variables(step):

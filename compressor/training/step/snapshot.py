@@ -56,9 +56,10 @@ class Snapshot:
         for name, tensor in step.tensors().items():
             if name in self.tensors:  # what a failed step has added or replaced stays; the guards name it
                 tensor.copy_(self.tensors[name])
-        for name, parameter in step.parameters().items():
+        for name, learner in step.learners().items():
             if f"grad:{name}" not in self.tensors:  # made by the step; the next backward pass would add to it
-                parameter.grad = None
+                learner.grad = None
+        for name, parameter in step.parameters().items():
             state = step.optimizer.state.get(parameter) if step.update_is_captured else None
             state = state if isinstance(state, dict) else {}
             made = [key for key, value in state.items() if isinstance(value, Tensor) and f"opt.{key}:{name}" not in self.tensors]

@@ -270,6 +270,10 @@ class TrainStep:
             named |= {f"group{number}[{place}]": p for place, p in enumerate(group["params"]) if id(p) not in inside}
         return named
 
+    def learners(self) -> dict[str, Tensor]:
+        """Return what may get a gradient by name: the parameters, and buffers, which may be asked for one as well."""
+        return {**self.parameters(), **{name: buffer for name, buffer in self.model.named_buffers() if buffer.is_leaf}}
+
     def tensors(self) -> dict[str, Tensor]:
         """List everything that the step may read or write between steps, by role and name."""
         return dict(self._tensors())
@@ -353,8 +357,7 @@ class TrainStep:
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parameters().items():
             yield f"param:{name}", parameter.detach()
-            if parameter.grad is not None:
-                yield f"grad:{name}", parameter.grad
+        yield from ((f"grad:{name}", tensor.grad) for name, tensor in self.learners().items() if tensor.grad is not None)
         yield from ((f"buffer:{name}", buffer) for name, buffer in self.model.named_buffers())
         yield from self._optimizer_tensors()
         if self.averages is not None:

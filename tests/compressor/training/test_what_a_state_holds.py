@@ -293,3 +293,33 @@ def test_a_state_goes_to_the_trainer_that_it_was_made_for(batches: Any, tmp_path
             load_training(other, path)
         assert before.differences(Snapshot.take(other.step)) == [] and not other.step.optimizer.state
     load_training(make(), path)
+
+
+class _Shifted(nn.Module):
+    """A buffer that is asked for its gradient, which adds up over the steps: no optimizer has it."""
+
+    def __init__(self, asked: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 4)
+        self.register_buffer("shift", torch.zeros(4, requires_grad=asked))
+
+    def forward(self, x):
+        return self.layer(x) + self.shift
+
+
+def test_the_gradient_of_a_buffer_is_alike_in_all_modes_and_stored(mlp_trainer, batches, tmp_path):
+    ends = {}
+    for mode in ("eager", "capture", "replay"):
+        trainer = mlp_trainer(_Shifted(), mode=mode)
+        trainer.fit(batches, 6)
+        path = save_training(trainer, tmp_path / mode)
+        trainer.fit(batches, 9)
+        resumed = mlp_trainer(_Shifted(), mode=mode)
+        load_training(resumed, path)
+        resumed.fit(batches, 9)
+        ends[mode] = trainer.step.model.shift.grad
+        assert ends[mode].any() and torch.equal(ends[mode], resumed.step.model.shift.grad)
+    assert all(torch.equal(ends["eager"], end) for end in ends.values())
+    with pytest.raises(ResumeError, match="requires_grad of shift"):
+        load_training(mlp_trainer(_Shifted(asked=False)), path)
