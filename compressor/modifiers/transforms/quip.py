@@ -104,7 +104,7 @@ class QuIPModifier(RotatingModifier):
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             before, others = outputs_of_model(state, batch), OtherBatches(state, self.label)
             turns = [turn for side in ("v", "u") if side in self.rotations for turn in self._turns(state, side)]
-            self.turn_online(state, turns)
+            self.turn_online(state, turns, batch)
             self.check_outputs(state, before, outputs_of_model(state, batch))
             others.check(state)
         self._report(state, turns)

@@ -6,6 +6,7 @@ import base64
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ from compressor.model.folder import some
 from compressor.model.loading.sample_batches import sample_batches
 from compressor.model.targets import ends_of
 from compressor.modifiers.transforms.other_batches import rounding_of
+from compressor.modifiers.transforms.read_past import read_past
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.online_rotation import ALREADY, OnlineRotation, online_rotations, rotated_modules
@@ -321,21 +323,27 @@ class RotatingModifier(Modifier):
                 "transformers; leave them out"
             )
 
-    def turn_online(self, state: State, turns: Sequence[Turn]) -> None:
+    def turn_online(self, state: State, turns: Sequence[Turn], batch: Batch) -> None:
         """Turn the weights of layers, and have these layers turn what they are handed, or give, from now on. Changes the model.
 
         Args:
             state: of the session.
             turns: rotations with readers only, or writers only.
+            batch: shows whether a weight is read past its layer.
 
         Raises:
-            TargetError: a layer has a rotation on this side already.
+            TargetError: a layer has a rotation on this side already, or its weight is read past it.
         """
         hooks = [(name, hook) for turn in turns for hook in [_hook(turn)] for name in (*turn.readers, *turn.writers)]
         for name, hook in hooks:
             taken = next((one.group for one in online_rotations(state.model.get_submodule(name)) if one.side == hook.side), None)
             if taken is not None:
                 raise self.turned_twice(name, hook.side, taken)
+        names = list(dict.fromkeys(name for name, _ in hooks))
+        if past := read_past(state.model, names, partial(outputs_of_model, state, batch)):
+            raise TargetError(
+                f"{self.label}: the weight of {some(past)} is read past its layer, which alone turns what it is handed; ignore it"
+            )
         fold_and_turn(state.model, (), turns, state.own_tensors)
         for name, hook in hooks:
             state.keep_hook(hook.attach(state.model.get_submodule(name)))

@@ -170,7 +170,7 @@ class SpinQuantModifier(RotatingModifier):
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
             before, others = outputs_of_model(state, batch), OtherBatches(state, self.label)
             online = self._fourth(state, batch) if "R4" in self.rotations else []
-            self.turn_online(state, online)
+            self.turn_online(state, online, batch)
             self._check_in_front(state, turned)
             basis = self._basis(state, batch) if "R1" in self.rotations else None
             values = self._values(state, batch) if "R2" in self.rotations else ()
