@@ -193,7 +193,7 @@ def real_path(path: object, name: str = "output_dir", error: type[UserInputError
         os.fsdecode(path).encode("utf-8")  # safetensors and JSON take no other
         return Path(path).resolve()
     except UnicodeEncodeError as problem:
-        raise error(f"{name}: {os.fsencode(path)!r} is no UTF-8, and libraries that write there take nothing else; rename it") from problem
+        raise error(f"{name}: {os.fsencode(path)!r} is no UTF-8, and libraries take nothing else; rename it") from problem
     except (RuntimeError, OSError, ValueError) as problem:  # links in a circle, a NUL in the name
         raise error(f"{name}: {str(path)!r} cannot be followed ({problem}); name another folder") from problem
 

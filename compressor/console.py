@@ -46,7 +46,8 @@ class Console(rich.console.Console):
 
 # Names of tensors, modules and files come from checkpoints of others, and a terminal obeys what it finds in them.
 
-_OBEYED = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069]")  # controls but tab and line feed; turned text
+# Controls but tab and line feed, turned text, and halves of characters, which no file can hold.
+_OBEYED = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 
 
 def visible(text: str) -> str:

@@ -13,7 +13,13 @@ MAX_DEPTH = 100
 
 def to_json(data: Any) -> str:
     """Return `data` as JSON that is the same for the same data: sorted keys, `nan` and `inf` as texts, one trailing newline."""
-    return json.dumps(_finite(data), sort_keys=True, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    text = json.dumps(_finite(data), sort_keys=True, indent=1, allow_nan=False, ensure_ascii=False)
+    return encodable(text) + "\n"
+
+
+def encodable(text: str) -> str:
+    """Write out what UTF-8 has no bytes for, as half a surrogate pair in the name of a file that is no UTF-8: `\\udce9`, as JSON does."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def from_json(text: str | bytes, *, once: bool = False) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from compressor.atomic import real_path
 from compressor.errors import ModelError, OutOfMemoryError
 from compressor.json_text import from_json
 from compressor.model.hub import DEFAULT_REVISION, Origin, fetch, split_name
@@ -328,6 +329,7 @@ def _check_header(path: Path) -> None:
         with safe_open(path, framework="pt"):
             pass
     except (SafetensorError, OSError) as error:
+        real_path(path, "model", ModelError)  # whose name may be no UTF-8
         raise ModelError(f"{path}: not a whole safetensors file ({one_line(error)}); fetch it again") from error
 
 

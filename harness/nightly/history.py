@@ -394,6 +394,8 @@ class History:
                     database.execute("COMMIT")
             finally:
                 database.close()  # what was not committed is gone
+        except UnicodeDecodeError as error:  # SQLite's own text, which tells of what it has found in the file
+            raise HistoryError(f"{self.path}: is damaged (its tables have no names); take a copy from before") from error
         except (sqlite3.Error, OSError) as error:
             raise HistoryError(
                 f"{self.path}: the history cannot be {'written' if write else 'read'} ({error}); {_remedy(error)}"

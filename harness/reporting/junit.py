@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 from harness.reporting.record import CheckRecord
 from harness.reporting.verdict import Outcome
 
+_NOWHERE = frozenset(map(chr, [*range(0xD800, 0xE000), 0xFFFE, 0xFFFF]))
+
 
 def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
     """Return the records as a JUnit document.
@@ -20,7 +22,7 @@ def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
     """
     count = {outcome: str(sum(record.outcome is outcome for record in records)) for outcome in Outcome}
     attributes = {
-        "name": suite,
+        "name": _printable(suite),
         "tests": str(len(records)),
         "failures": count[Outcome.FAIL],
         "errors": count[Outcome.INCONCLUSIVE],
@@ -30,7 +32,7 @@ def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
     parent = ElementTree.SubElement(root, "testsuite", attributes)
     tags = {Outcome.FAIL: "failure", Outcome.INCONCLUSIVE: "error", Outcome.SKIP: "skipped"}
     for record in records:
-        case = ElementTree.SubElement(parent, "testcase", {"classname": f"{suite}.{record.family}", "name": record.name})
+        case = ElementTree.SubElement(parent, "testcase", {"classname": _printable(f"{suite}.{record.family}"), "name": record.name})
         if record.outcome in tags:
             result = ElementTree.SubElement(case, tags[record.outcome], {"message": _printable(record.summary)})
             if record.outcome is not Outcome.SKIP:
@@ -41,4 +43,5 @@ def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
 
 
 def _printable(text: str) -> str:
-    return "".join(char if char in "\n\t" or char >= " " else "\N{REPLACEMENT CHARACTER}" for char in text)
+    """What XML may hold: neither controls nor halves of surrogate pairs."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if (char < " " and char not in "\n\t") or char in _NOWHERE else char for char in text)

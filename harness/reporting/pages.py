@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from compressor.atomic import whole_or_nothing
+from compressor.json_text import encodable
 from harness.reporting.record import MAX_SHOWN_FINDINGS, CheckRecord
 
 
@@ -24,7 +25,7 @@ def render(template: str, data: Mapping[str, Any]) -> str:
     Returns:
         A document without any reference outside of itself.
     """
-    return _environment().get_template(template).render(data)
+    return encodable(_environment().get_template(template).render(data))
 
 
 def write_texts(target: Path, texts: Mapping[str, str]) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.optim import Optimizer
 
 from compressor.training.guards.frozen_value import MISSING, PLAIN, is_foreign
@@ -211,6 +213,7 @@ class Walk:
     def _within(self, value: object, name: str, depth: int) -> Found:
         """Note what a value is or holds: functions, modules, classes and objects, those in containers too."""
         kind = type(value)
+        self._waiting += ((function, function.__qualname__) for function in _of_operator(value))
         if kind in PLAIN or isinstance(value, _OPAQUE) or kind.__module__.startswith(TORCH_S_OWN) or depth < 0:
             return
         if isinstance(value, FunctionType | MethodType | partial):
@@ -299,6 +302,17 @@ class Walk:
                 yield from self._of_library(value, said)
             elif callable(value) and not isinstance(value, type):
                 yield f"'{key}' of module {module.__name__}", partial(space.get, key)
+                self._waiting += ((function, function.__qualname__) for function in _of_operator(value))
+
+
+def _of_operator(value: object) -> list[FunctionType]:
+    """Functions of one's own in an operator of `torch.library.custom_op`, however it is named."""
+    if isinstance(value, OpOverload | OpOverloadPacket):
+        value = OPDEFS.get(str(value._qualified_op_name if isinstance(value, OpOverloadPacket) else value._schema.name))
+    if not isinstance(value, CustomOpDef):
+        return []
+    found = (value._init_fn, value._setup_context_fn, value._backward_fn, *value._backend_fns.values())
+    return [one for one in found if isinstance(one, FunctionType)]
 
 
 def runs(value: object) -> bool:

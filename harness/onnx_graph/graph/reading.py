@@ -7,6 +7,7 @@ graph rely on that, and onnx's own reader does not ask.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,7 @@ def _check_order(proto: onnx.ModelProto, file: str) -> None:
 
 
 def _check_values(graph: onnx.GraphProto, around: Set[str], file: str) -> None:
-    known = {*around, *(one.name for one in graph.input), *(one.name for one in graph.initializer)}
-    known.update(one.values.name for one in graph.sparse_initializer)
+    known = {*around, *_names_given(graph, file)}
     for node in graph.node:
         where = f"{node.op_type} {node.name or next(iter(node.output), '')}".strip()
         for name in node.input:
@@ -164,6 +164,24 @@ def _check_values(graph: onnx.GraphProto, around: Set[str], file: str) -> None:
     for one in graph.output:
         if one.name not in known:
             raise UserInputError(f"{file}: its output is {one.name!r}, {_why(graph, one.name)}")
+
+
+def _names_given(graph: onnx.GraphProto, file: str) -> set[str]:
+    """Names of inputs and initializers, after none was found twice: of two programs take one, and not all the same."""
+    inputs, held = [one.name for one in graph.input], [one.name for one in graph.initializer]
+    held += [one.values.name for one in graph.sparse_initializer]
+    given = {*inputs, *held}  # an initializer may be the default of an input
+    for what, names in {"input": inputs, "initializer": held, "output of a node": _computed(graph, given)}.items():
+        twice = next((name for name, count in Counter(names).items() if count > 1), None)
+        if twice is not None:
+            raise UserInputError(f"{file}: {twice!r} is the name of another value, too, and of an {what}; give each its own name")
+    return given
+
+
+def _computed(graph: onnx.GraphProto, given: Set[str]) -> list[str]:
+    """Names that nodes give, and those of them again that stand for something else."""
+    names = [name for node in graph.node for name in node.output if name]
+    return [*names, *(name for name in names if name in given)]
 
 
 def _why(graph: onnx.GraphProto, name: str) -> str:

@@ -158,7 +158,29 @@ def method_of_an_object() -> Case:
     return Case(lambda: reader.scale(), lambda: held.__setitem__(0, 2.0))
 
 
+_RATES = [1.0]
+
+
+@torch.library.custom_op("hidden_variables::scaled", mutates_args=())
+def _scaled(x: Tensor) -> Tensor:
+    return x * _RATES[0]
+
+
+_scaled.register_autograd(lambda ctx, gradient: gradient)
+
+
+def operator() -> Case:
+    _RATES[0] = 1.0
+    return Case(lambda: _scaled(torch.ones(())), lambda: _RATES.__setitem__(0, 2.0))
+
+
+def operator_by_its_name() -> Case:
+    _RATES[0] = 1.0
+    return Case(lambda: torch.ops.hidden_variables.scaled(torch.ones(())), lambda: _RATES.__setitem__(0, 2.0))
+
+
 CASES = (
+    *(operator, operator_by_its_name),
     *(module_attribute, environment, getenv, member_of_a_set, end_of_a_deque, slot, class_attribute),
     *(behind_a_property, context_variable, bound_by_partial, method_of_an_object),
     *(numpy_array, numpy_array_of_an_object, class_attribute_that_a_helper_reads),

@@ -180,6 +180,14 @@ def _damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+def _damage_schema(path: Path) -> None:
+    """Within the text of a table, which SQLite shows in its error as it stands there."""
+    data = bytearray(path.read_bytes())
+    at = data.index(b"CREATE TABLE environments")
+    data[at : at + 64] = b"\xff" * 64
+    path.write_bytes(data)
+
+
 def _foreign(path: Path) -> None:
     path.unlink()
     with closing(sqlite3.connect(path)) as database:
@@ -189,6 +197,7 @@ def _foreign(path: Path) -> None:
 DAMAGES = {
     "text": (lambda path: path.write_text("no database at all " * 99), "damaged or no history"),
     "page": (_damage, "damaged"),
+    "schema": (_damage_schema, "damaged"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "damaged"),
     "foreign": (_foreign, "is no history of harness nightly"),
 }

@@ -276,12 +276,27 @@ def _inside(graph: onnx.GraphProto) -> None:
     graph.node.insert(0, onnx.helper.make_node("If", ["flag"], ["chosen"], then_branch=branch, else_branch=branch))
 
 
+def _two_initializers(graph: onnx.GraphProto) -> None:
+    graph.initializer.append(graph.initializer[0])
+
+
+def _two_inputs(graph: onnx.GraphProto) -> None:
+    graph.input.append(graph.input[0])
+
+
+def _computes_an_initializer(graph: onnx.GraphProto) -> None:
+    graph.node[-1].output.append(graph.initializer[0].name)
+
+
 DISORDER: Mapping[Callable[[onnx.GraphProto], None], str] = {
     _exchanged: "computed later: its nodes are out of order, or run in a circle; sort them",
     _in_a_circle: "computed later",
     _undefined: "uses 'nirvana', which nothing computes",
     _no_output: "has no output",
     _other_output: "its output is 'nirvana', which nothing computes",
+    _two_initializers: "is the name of another value, too, and of an initializer; give each its own name",
+    _two_inputs: "is the name of another value, too, and of an input",
+    _computes_an_initializer: "is the name of another value, too, and of an output of a node",
     _inside: "Abs inner uses 'nirvana', which nothing computes",
 }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
+from compressor.console import visible
 from compressor.json_text import to_json
 from harness.reporting.junit import to_junit
 from harness.reporting.pages import pairs_html, record_html
@@ -48,6 +50,14 @@ def test_json_is_sorted_and_has_no_nan():
     text = to_json({"b": math.nan, "a": [math.inf, 1.0], "c": {"z": -math.inf}})
     assert list(json.loads(text)) == ["a", "b", "c"]
     assert json.loads(text) == {"a": ["inf", 1.0], "b": "nan", "c": {"z": "-inf"}}
+
+
+def test_halves_of_characters_as_in_names_that_are_no_utf8_stand_in_every_report():
+    name = os.fsdecode(b"caf\xe9")
+    record = CLAIM.record(Outcome.FAIL, name, findings=[name, "\ud800"])
+    assert json.loads(to_json({"name": name}).encode())["name"] == name
+    assert ElementTree.fromstring(to_junit([record], name).encode())[0].get("failures") == "1"
+    assert visible(name) == "caf\\udce9"
 
 
 def test_junit_counts_and_escapes():

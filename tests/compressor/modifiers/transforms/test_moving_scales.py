@@ -316,6 +316,8 @@ class _TwoWays(nn.Module):
         if image is not None or (self.kind == "short" and input_ids.shape[1] < 6):
             made = made + 0.5 * x
         logits = self.head(hidden + made)
+        if self.kind == "masked":
+            logits = logits.masked_fill((input_ids == 0)[..., None], torch.nan)
         return (made.sum(), logits) if self.kind == "tuple" else logits  # type: ignore[return-value]
 
 
@@ -334,9 +336,12 @@ def test_a_way_that_other_batches_take_alone_is_noticed(modifier: Any, kind: str
     assert run({"input_ids": ids}, {"input_ids": ids[:, :8]}).report.transforms
 
 
-def test_whatever_a_model_gives_is_compared() -> None:
-    ids = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(1))
-    batches: Any = [{"input_ids": ids}, {"input_ids": ids[:, :4]}]
+@pytest.mark.parametrize("kind", ["tuple", "masked"])
+def test_whatever_a_model_gives_is_compared_but_what_is_nan_before(kind: str) -> None:
+    ids = torch.randint(1, 64, (8, 12), generator=torch.Generator().manual_seed(1))
+    short = ids[:, :4].clone()
+    short[:, 1:] = 0
+    batches: Any = [{"input_ids": ids}, {"input_ids": short}]
     recipe = [SmoothQuantModifier(), QuantizationModifier(config_groups=GROUPS, ignore=["head"])]
-    model = _TwoWays("tuple")
+    model = _TwoWays(kind)
     assert oneshot(model, recipe=recipe, dataset=DataLoader(batches, batch_size=None), pipeline="basic").report.transforms
