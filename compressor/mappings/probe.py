@@ -33,7 +33,7 @@ from compressor.model.targets import owners_of_parameters
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import SortedExperts, UnfusedExperts
-from compressor.nn.online_rotation import turned_already
+from compressor.nn.online_rotation import ALREADY, online_rotations, turned_already
 from compressor.progress import Progress, SilentProgress
 from compressor.settings.kinds import DEVICE, MODULE, NAMES, PROGRESS
 from compressor.settings.options import checked
@@ -88,14 +88,10 @@ def find_pairs(
         with (progress or SilentProgress()).task("find mappings", total=len(kinds) + 1) as task:
             found = _Findings()
             for members in kinds.values():
-                prober.try_one(members[0], found)
+                prober.try_kind(members, found)
                 task.advance()
-            passed = [name for members in kinds.values() if members[0] in found.pairs for name in members]
-            prober.try_all(passed, found)
+            prober.try_all([name for members in kinds.values() for name in members if name not in found.refused], found)
             task.advance()
-    for members in kinds.values():  # what stopped the first of a kind stops all
-        for name in members[1:] if members[0] in found.refused else ():
-            found.refused[name] = found.refused[members[0]]
     for name in set(sources or ()).difference(prober.sources):
         is_other = name in prober.widths or name not in prober.modules
         found.refused[name] = "it is no norm and no linear layer" if is_other else "the forward of this data does not call it"
@@ -175,6 +171,10 @@ class Prober:
         self.outputs: list[Tensor] = []
         self.tied = tied_modules(model)
         self._scalable: dict[Any, float | str] = {}
+        turns: dict[str, set[tuple[str, ...]]] = {}
+        for name, module in self.modules.items():
+            turns.setdefault(pattern_of(name), set()).add(tuple(one.side for one in online_rotations(module)))
+        self._turns_differ = any(len(kinds) > 1 for kinds in turns.values())
 
     def run_plainly(self) -> None:
         """Note what every layer is handed, and what the model gives; see `find_pairs` for the errors."""
@@ -193,6 +193,15 @@ class Prober:
                 "numbers"
             )
         self.sources = [name for name in self.inputs if name in self.widths]
+
+    def try_kind(self, members: Sequence[str], found: _Findings) -> None:
+        """Try the first source of a kind: what stops it stops all, but for a rotation that other layers may be without."""
+        for place, source in enumerate(members, 1):
+            self.try_one(source, found)
+            why = found.refused.get(source, "")
+            if not (self._turns_differ and ALREADY in why):
+                found.refused |= dict.fromkeys(members[place:], why) if why else {}
+                return
 
     def try_one(self, source: str, found: _Findings) -> None:
         """Try one source alone, and note what came of it."""

@@ -34,6 +34,7 @@ from compressor.modifiers.transforms.other_batches import OtherBatches
 from compressor.modifiers.transforms.rotating import Turned, body_layers, refuse_behind, turned_by, turned_now
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
+from compressor.nn.online_rotation import ALREADY
 from compressor.spelling import suggest
 
 _STATISTICS_BYTES = 4 << 30  # of all pairs that are looked at in one pass over the data
@@ -194,11 +195,21 @@ class ScaleMovingModifier(Modifier):
             state.report.notes += notes
         else:
             pairs = tuple(pair for pair in found.pairs if self.wants(state, pair))
+            self._note_turned(state, found)
         self._check_ignored(state, pairs)
         kept = tuple(pair for pair in pairs if not self._is_ignored(state.model, pair.source))
         if not kept:
             raise TargetError(f"{self.label}: {self._nothing(found, pairs)}")
         return kept
+
+    def _note_turned(self, state: State, found: Mappings) -> None:
+        """Say where rotations in the forward keep it from moving scales that it would move."""
+        anywhere = tuple(state.schemes)
+        turned = [one for one in found.refused if ALREADY in one.why and self.wants(state, ScalePair(one.source, anywhere))]
+        if turned:
+            state.report.notes.append(
+                f"{self.label}: no scale of {some([one.source for one in turned])} moves ({turned[0].source}: {turned[0].why})"
+            )
 
     def _note_fused(self, state: State) -> None:
         """Experts are taken apart where something quantizes or prunes them; no scale moves into fused ones."""

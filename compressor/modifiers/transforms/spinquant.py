@@ -22,8 +22,10 @@ from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.mappings import ScalePair, find_pairs
 from compressor.mappings.basis import Basis, find_basis, find_values
 from compressor.mappings.inner import find_inner
+from compressor.mappings.pairs import pattern_of
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
 from compressor.model.evaluation import evaluation_mode
+from compressor.model.folder import some
 from compressor.model.targets import ends_of, text_config
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
@@ -263,6 +265,11 @@ class SpinQuantModifier(RotatingModifier):
         if not values:
             turned = next((f" (of {one.source} none moves, for {one.why})" for one in found.refused if ALREADY in one.why), "")
             raise TargetError(f"{self.label}: R2: no linear layer gives the values of an attention alone{turned}; leave R2 out")
+        kinds = {pattern_of(pair.source) for pair, _ in values}
+        missed = [one for one in found.refused if ALREADY in one.why and pattern_of(one.source) in kinds]
+        if missed:
+            names = some([one.source for one in missed])
+            state.report.notes.append(f"{self.label}: R2 leaves out {names} ({missed[0].source}: {missed[0].why})")
         return values
 
     def _second(self, state: State, values: Sequence[tuple[ScalePair, int]]) -> list[Turn]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -18,7 +19,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from compressor import GPTQModifier, QuantizationModifier, QuIPModifier, SpinQuantModifier, load_compressed, oneshot, train
+from compressor import (
+    AWQModifier,
+    GPTQModifier,
+    QuantizationModifier,
+    QuIPModifier,
+    SmoothQuantModifier,
+    SpinQuantModifier,
+    load_compressed,
+    oneshot,
+    train,
+)
 from compressor.algorithms.rotations import Rotation, make_rotation, rotation_of
 from compressor.data.collate import call_model
 from compressor.errors import CompressorError, ModelError, NumericsError, RecipeError, TargetError
@@ -319,6 +330,33 @@ def test_no_scale_of_rows_that_are_turned_moves() -> None:
     found = find_pairs(model, {"input_ids": IDS}, torch.device("cpu"))
     assert "is turned in every forward already (u;" in found.why_not["model.layers.0.mlp.up_proj"]
     assert "model.layers.0.self_attn.v_proj" in found.by_source
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_rotation_of_one_layer_stops_the_scales_of_that_layer_alone(layer: int) -> None:
+    model = llama()
+    oneshot(model, recipe=[_v(f"layers.{layer}.*_proj")])
+    found = find_pairs(model, {"input_ids": IDS}, torch.device("cpu"))
+    other = f"model.layers.{1 - layer}."
+    parts = ["input_layernorm", "self_attn.v_proj", "post_attention_layernorm", "mlp.up_proj"]
+    assert {pair.source for pair in found.pairs} == {*(other + part for part in parts), "model.norm"}
+    assert all("is turned in every forward already (v;" in found.why_not[f"model.layers.{layer}.{part}"] for part in parts)
+    assert "turned" not in found.why_not[f"{other}self_attn.q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "note"),
+    [
+        ([R4, AWQModifier(), *QUANTIZERS["weights"]], r"AWQModifier\[1\]: no scale of .*mlp.up_proj.* moves \(.*down_proj .*\(R4; put"),
+        ([_v("layers.0.*_proj"), SmoothQuantModifier()], r"no scale of model.layers.0.input_layernorm, .* moves \(.*\(v; put"),
+        ([_v("layers.0.*o_proj"), R2], r"R2 leaves out model.layers.0.self_attn.v_proj \(model.layers.0.self_attn.v_proj: it meets"),
+        ([R4, SmoothQuantModifier()], None),  # which moves no scale of what R4 turns
+    ],
+)
+def test_what_rotations_in_the_forward_keep_others_from_is_noted(recipe: Any, note: str | None) -> None:
+    notes = oneshot(llama(), recipe=[one.model_copy(deep=True) for one in recipe], dataset=IDS).report.notes
+    said = [one for one in notes if "is turned in every forward already" in one]
+    assert len(said) == (0 if note is None else 1) and all(re.search(str(note), one) for one in said)
 
 
 @pytest.mark.parametrize(
