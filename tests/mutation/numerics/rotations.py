@@ -85,5 +85,5 @@ ROTATION_MUTANTS: tuple[Mutant, ...] = (
     _bug("first_size_alone", "QuIP", "layers of another size than the first are not turned", _CHANGED,
          Edit(_QUIP + "_turns", "return list(turns.values())", "return list(turns.values())[:1]")),
     _bug("first_turn_alone", "QuIP", "of the rotations that were made one is used", _CHANGED,
-         Edit(_QUIP + "on_calibration_start", "self.turn_online(state, turns, batch)", "self.turn_online(state, turns[:1])")),
+         Edit(_QUIP + "on_calibration_start", "self.turn_online(state, turns, batch)", "self.turn_online(state, turns[:1], batch)")),
 )  # fmt: skip
