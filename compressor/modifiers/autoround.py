@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
@@ -40,11 +40,6 @@ _MEASUREMENTS = 10
 _GRADIENT, _TARGET, _TOKENS = "gradient", "target", "tokens"  # in the details of a module's record
 _PLACED = (QParams, ModuleRecord)
 _STREAMS: Mapping[str | None, BaseStream] = MappingProxyType({"base": "required", None: "wanted", "propagated": "unused"})
-# What is done to modules of a block by its statistics as it stands uncompressed: whose records say so, and what else to do.
-_AT_ONCE: Mapping[str, tuple[Callable[[ModuleRecord], bool], str]] = {
-    "pruned at once, by what it gives unpruned": (lambda record: record.details.get("kept") == "moved", "prune in a run before"),
-    "solved at once, by what it gives uncompressed": (lambda record: "loss" in record.details, "leave all of a block to one modifier"),
-}
 
 
 class AutoRoundModifier(SchemeModifier):
@@ -152,12 +147,11 @@ class AutoRoundModifier(SchemeModifier):
         without = [record.name for record in records if _GRADIENT in record.details]
         if without:
             state.report.notes.append(told_unreached(self.label, without, len(records)))
-        for what, (is_meant, remedy) in _AT_ONCE.items():
-            if beside := self._at_once_beside(state, is_meant):
-                state.report.notes.append(
-                    f"{self.label}: modules of a block ({some(beside)}) were {what}, for its rounding is learned as a whole; {remedy}, and "
-                    "each sees the error of those before it"
-                )
+        if pruned := self._pruned_beside(state):
+            state.report.notes.append(
+                f"{self.label}: modules of a block ({some(pruned)}) were pruned at once, by what it gives unpruned, for its rounding is "
+                "learned as a whole; prune in a run before, and each sees the error of those before it"
+            )
         if propagated := [record.name for record in records if _TARGET in record.details]:
             state.report.notes.append(
                 f"{self.label}: calls of the blocks of {some(propagated)} in the uncompressed model and in the compressed one do not "
@@ -165,11 +159,11 @@ class AutoRoundModifier(SchemeModifier):
             )
         return super().on_finalize(state)
 
-    def _at_once_beside(self, state: State, is_meant: Callable[[ModuleRecord], bool]) -> list[str]:
-        """Name what was done by statistics in blocks of more than one module; those that learn stay whole, whatever asks for less."""
+    def _pruned_beside(self, state: State) -> list[str]:
+        """Name what was pruned by statistics in blocks of more than one module; those that learn stay whole, whatever asks for less."""
         blocks = {block for name, block in self._blocks.items() if block != name} if self.iters else ()
-        names = (name for name, record in state.report.modules.items() if is_meant(record))
-        return [name for name in names if any(name.startswith(f"{block}.") for block in blocks)]
+        moved = (name for name, record in state.report.modules.items() if record.details.get("kept") == "moved")
+        return [name for name in moved if any(name.startswith(f"{block}.") for block in blocks)]
 
     def skip_stage(self, state: State, stage: FinishedStage) -> None:
         """Take over a finished stage; blocks that are done are watched no more."""

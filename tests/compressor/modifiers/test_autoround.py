@@ -336,15 +336,6 @@ def test_what_is_pruned_beside_it_is_pruned_block_by_block_and_said(
     assert is_said is any("were pruned at once, by what it gives unpruned" in note for note in notes), notes
 
 
-def test_what_is_solved_beside_it_is_solved_block_by_block_and_said() -> None:
-    solving = {"GPTQModifier": {"scheme": "FP8_DYNAMIC", "targets": ["re:.*(up|down)_proj$"]}}
-    beside = oneshot(llama(), recipe={**solving, **recipe(iters=2, ignore=["lm_head", "re:.*(up|down)_proj"])}, dataset=TOKENS)
-    assert any("down_proj, " in note and "were solved at once, by what it gives uncompressed" in note for note in beside.report.notes)
-    alone = oneshot(llama(), recipe={**solving, **recipe(iters=2, ignore=["lm_head", "re:.*layers.1.*", "re:.*0.mlp.*"])}, dataset=TOKENS)
-    (told,) = (note for note in alone.report.notes if "were solved at once" in note)
-    assert "layers.0.mlp.down_proj" in told and "layers.1." not in told
-
-
 def test_what_was_pruned_in_a_run_before_is_not_said_to_be_pruned_at_once() -> None:
     pruning = {"SparseGPTModifier": {"sparsity": 0.5, "ignore": ["lm_head"]}}
     first = oneshot(llama(), recipe=pruning, dataset=TOKENS)
