@@ -147,23 +147,12 @@ class AutoRoundModifier(SchemeModifier):
         without = [record.name for record in records if _GRADIENT in record.details]
         if without:
             state.report.notes.append(told_unreached(self.label, without, len(records)))
-        if pruned := self._pruned_beside(state):
-            state.report.notes.append(
-                f"{self.label}: modules of a block ({some(pruned)}) were pruned at once, by what it gives unpruned, for its rounding is "
-                "learned as a whole; prune in a run before, and each sees the error of those before it"
-            )
         if propagated := [record.name for record in records if _TARGET in record.details]:
             state.report.notes.append(
                 f"{self.label}: calls of the blocks of {some(propagated)} in the uncompressed model and in the compressed one do not "
                 "correspond; the target was what the block gives uncompressed on the inputs of the compressed model"
             )
         return super().on_finalize(state)
-
-    def _pruned_beside(self, state: State) -> list[str]:
-        """Name what was pruned by statistics in blocks of more than one module; those that learn stay whole, whatever asks for less."""
-        blocks = {block for name, block in self._blocks.items() if block != name} if self.iters else ()
-        moved = (name for name, record in state.report.modules.items() if record.details.get("kept") == "moved")
-        return [name for name in moved if any(name.startswith(f"{block}.") for block in blocks)]
 
     def skip_stage(self, state: State, stage: FinishedStage) -> None:
         """Take over a finished stage; blocks that are done are watched no more."""

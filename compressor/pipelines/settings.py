@@ -166,11 +166,32 @@ def cut_at_inputs(model: nn.Module, watched: Collection[str], layers: Partition)
         The watched modules themselves; where those lie in experts, which are called for other tokens in every batch, the layer of experts,
         and where one lies inside another the outer one. Both run twice.
     """
-    experts = [name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)]
-    stops = {*experts, *watched}
-    chosen = {[outer for outer in outward(name) if outer in stops][-1] for name in watched}
+    chosen = set(_stops(model, watched).values())
     targets = {name: module for name, module in model.named_modules() if name in chosen}
     return Partition(targets, f"the inputs of what is compressed, in one pass ({layers.reason})", layers.inferred)
+
+
+def _stops(model: nn.Module, watched: Collection[str]) -> dict[str, str]:
+    """Find for each watched module the outermost one, around it or itself, that can only be calibrated whole."""
+    stops = {name for name, module in model.named_modules() if isinstance(module, UnfusedExperts)} | set(watched)
+    return {name: [outer for outer in outward(name) if outer in stops][-1] for name in watched}
+
+
+def calibrated_whole(model: nn.Module, watched: Collection[str]) -> dict[str, list[str]]:
+    """Find the modules which one pass shows no error of those before them in their layer, since one around them is watched, too.
+
+    Args:
+        model: of the run.
+        watched: dotted names of the modules that carry calibration hooks.
+
+    Returns:
+        The module around, by its dotted name, to the watched ones inside; without layers of experts, which run twice in any case.
+    """
+    found: dict[str, list[str]] = {}
+    for name, around in _stops(model, watched).items():
+        if name != around and around in watched:
+            found.setdefault(around, []).append(name)
+    return found
 
 
 def around_watched(model: nn.Module, watched: Collection[str], layers: Partition) -> Partition:

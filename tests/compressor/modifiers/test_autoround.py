@@ -316,6 +316,9 @@ def test_a_block_may_be_handed_a_container_that_torch_looks_into(as_dict: bool) 
         oneshot(model, recipe=chosen, dataset=data, sequential_targets=["Layer"], engine="suspend")
 
 
+WHOLE = "were calibrated as a whole, for what they take or give is learned from, too"
+
+
 @pytest.mark.parametrize(
     ("pruning", "learning", "is_said"),
     [
@@ -333,14 +336,40 @@ def test_what_is_pruned_beside_it_is_pruned_block_by_block_and_said(
     pruner = {"SparseGPTModifier": {"sparsity": 0.5, **pruning}}
     result = oneshot(llama(), recipe={**pruner, **recipe(**learning)}, dataset=TOKENS)
     notes = result.report.notes
-    assert is_said is any("were pruned at once, by what it gives unpruned" in note for note in notes), notes
+    assert is_said is any(WHOLE in note for note in notes), notes
 
 
-def test_what_was_pruned_in_a_run_before_is_not_said_to_be_pruned_at_once() -> None:
+def group(targets: str) -> dict[str, Any]:
+    return {"config_groups": {"g": {"targets": [targets], "weights": {"num_bits": 2, "group_size": 16}}}}
+
+
+LATE = "re:.*down_proj$"
+STATIC_KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("beside", "inside"),
+    [
+        ({"GPTQModifier": group(LATE), "AutoRoundModifier": {**group("re:.*(gate|up)_proj$"), "iters": 2}}, "mlp.down_proj"),
+        ({"GPTQModifier": {**group("re:.*_proj$"), "kv_cache_scheme": STATIC_KV}}, "self_attn.o_proj"),
+        ({"GPTQModifier": group("re:.*_proj$")}, None),
+        ({"AutoRoundModifier": {**group("re:.*_proj$"), "iters": 2}}, None),
+    ],
+    ids=["a block that learns", "attention with static scales", "nothing around", "nothing inside"],
+)
+def test_what_is_solved_in_a_module_that_is_watched_itself_sees_no_error_in_it_and_that_is_said(
+    beside: dict[str, Any], inside: str | None
+) -> None:
+    notes = oneshot(llama(), recipe=beside, dataset=TOKENS).report.notes
+    said = [note for note in notes if WHOLE in note]
+    assert len(said) == (inside is not None) and all(f"model.layers.0.{inside}" in note for note in said), notes
+
+
+def test_what_was_pruned_in_a_run_before_is_not_said_to_be_pruned_as_a_whole() -> None:
     pruning = {"SparseGPTModifier": {"sparsity": 0.5, "ignore": ["lm_head"]}}
     first = oneshot(llama(), recipe=pruning, dataset=TOKENS)
     later = oneshot(first.model, recipe=recipe(iters=2), dataset=TOKENS)
-    assert not any("were pruned at once" in note for note in later.report.notes), later.report.notes
+    assert not any(WHOLE in note for note in later.report.notes), later.report.notes
 
 
 def test_what_cannot_be_learned_is_refused() -> None:
