@@ -45,7 +45,7 @@ from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.inner import foresee_inner
-from compressor.planning.refusals import CANNOT_FOLLOW, refuse_recipe, reshaped
+from compressor.planning.refusals import CANNOT_FOLLOW, left_to_forwards, refuse_recipe, reshaped, try_forward
 from compressor.planning.stages import Beside, Setting, lay_out
 from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of, stored_bytes_of
 from compressor.recipe import Recipe, load_recipe
@@ -92,13 +92,6 @@ class _Holding(Protocol):
 class _Training(Protocol):
     def forwards_of_training(self, num_samples: int) -> float:
         """How many forwards of one sequence its training costs; a backward counts as two."""
-
-
-@runtime_checkable
-class _Finding(Protocol):
-    @property
-    def found_in_forwards(self) -> str:
-        """What a run learns from the model's own forward, in words."""
 
 
 @dataclass(frozen=True)
@@ -193,9 +186,7 @@ def plan(model: str | Path | nn.Module, settings: PlanSettings) -> Plan:
     parsed = load_recipe(settings.recipe, args=settings.recipe_args, run_type="oneshot", mode=settings.mode)
     unread = parsed.check_oneshot(settings.ranks)
     made = plan_recipe(model, parsed, settings)
-    finding = [one for one in parsed.modifiers if isinstance(one, _Finding)]
-    later = [f"{one.label}: {one.found_in_forwards} shows in a forward of the weights, so that a run may refuse it" for one in finding]
-    return replace(made, notes=(*unread, *later, *made.notes))
+    return replace(made, notes=(*unread, *left_to_forwards(parsed.modifiers), *made.notes))
 
 
 def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSettings) -> Plan:
@@ -231,10 +222,11 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
             setting = Setting(held, not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)
             attention, (unwritable, notes) = _attention(skeleton, parsed.modifiers), _readers(skeleton, parsed.modifiers)
             made = _estimated(skeleton, parsed, chosen, settings, setting, of_all, None if in_memory else device)
+            tried = try_forward(skeleton, parsed.modifiers, lambda: _Following(skeleton, batches)((), ()))
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    made = replace(made, attention=attention, unwritable=unwritable, notes=(*found, *notes))
+    made = replace(made, attention=attention, unwritable=unwritable, notes=(*found, *tried, *notes))
     return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -42,6 +42,24 @@ class _Checking(Protocol):
 class _Turning(Protocol):
     def check_apart(self, state: State, before: Sequence[Modifier]) -> None:
         """Refuse a rotation in the forward where another has put one."""
+
+
+@runtime_checkable
+class _Finding(Protocol):
+    @property
+    def found_in_forwards(self) -> str:
+        """What a run learns from the model's own forward, in words."""
+
+
+@runtime_checkable
+class _PerHead(Protocol):
+    ignore: list[str]
+
+    def kv_targets(self, model: nn.Module, ignore: Sequence[str]) -> dict[str, nn.Module]:
+        """Find attention whose keys and values are quantized."""
+
+    def checking_heads(self, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """Make hooks that refuse other heads than readers count."""
 
 
 @contextmanager
@@ -102,6 +120,61 @@ def refuse_recipe(skeleton: nn.Module, modifiers: Sequence[Modifier], pipeline: 
             session.abort()
         state.restore_originals()
     return None
+
+
+def left_to_forwards(modifiers: Sequence[Modifier]) -> list[str]:
+    """Say what only a forward of the weights shows.
+
+    Args:
+        modifiers: of the recipe.
+
+    Returns:
+        Notes.
+    """
+    finding = [one for one in modifiers if isinstance(one, _Finding)]
+    return [f"{one.label}: {one.found_in_forwards} shows in a forward of the weights, so that a run may refuse it" for one in finding]
+
+
+def try_forward(skeleton: nn.Module, modifiers: Sequence[Modifier], follow: Callable[[], object]) -> list[str]:
+    """Refuse, or say, what a run would refuse that a forward on shapes shows.
+
+    Args:
+        skeleton: see `refuse_recipe`, but not yet `reshaped`; the same afterwards.
+        modifiers: of the recipe.
+        follow: runs a forward of the skeleton.
+
+    Returns:
+        Notes; none where no forward can be followed on shapes, whatever the recipe.
+
+    Raises:
+        SchemeError: attention hands other heads to its cache than readers count.
+    """
+    reshaping = [one.label for one in modifiers if isinstance(one, _Reshaping)]
+    checks = [one.checking_heads(one.kv_targets(skeleton, one.ignore)) for one in modifiers if isinstance(one, _PerHead)]
+    if not reshaping and not any(checks):
+        return []
+    try:
+        follow()
+        with reshaped(skeleton, modifiers), ExitStack() as hooks:
+            for name, check in (pair for hooked in checks for pair in hooked.items()):
+                hooks.callback(skeleton.get_submodule(name).register_forward_pre_hook(check, with_kwargs=True).remove)
+            return _followed(reshaping, follow)
+    except CANNOT_FOLLOW as error:
+        if isinstance(error, CompressorError):
+            raise
+        return []
+
+
+def _followed(reshaping: Sequence[str], follow: Callable[[], object]) -> list[str]:
+    """Say when what is left of a model that could be followed cannot be."""
+    try:
+        follow()
+    except CANNOT_FOLLOW as error:
+        if isinstance(error, CompressorError) or not reshaping:
+            raise
+        reason = " ".join(str(error).split())[:160]
+        return [f"{' and '.join(reshaping)}: no forward can be followed on shapes of what is left ({reason}), so that a run may refuse it"]
+    return []
 
 
 def _refuse_together(state: State, twins: Sequence[Modifier], pipeline: str, engine: Engine) -> None:

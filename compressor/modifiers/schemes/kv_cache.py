@@ -158,11 +158,26 @@ class KVCacheTargets(BaseModel):
         if args is None or not self.needs_kv:
             return {}
         self._kv_observers = {name: {part: make_observer(args, f"{name}.{part}") for part in self._parts} for name in modules}
-        heads = {
-            name: {part: num_heads(module, part, name) for part in self._parts} if args.strategy == "attn_head" else {}
-            for name, module in modules.items()
+        return {
+            name: _observing(observers, state, name, self._heads(name, modules[name])) for name, observers in self._kv_observers.items()
         }
-        return {name: _observing(observers, state, name, heads[name]) for name, observers in self._kv_observers.items()}
+
+    def checking_heads(self, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+        """Make the hooks that refuse, in a forward that has shapes alone, what `start_observing` would refuse.
+
+        Args:
+            modules: as `kv_targets` gives them.
+
+        Returns:
+            Dotted name to a forward pre-hook with keyword arguments; empty where heads have no scales of their own.
+        """
+        heads = {name: found for name, module in modules.items() if (found := self._heads(name, module))}
+        return {name: _checking(name, found, queries="q" in self._parts) for name, found in heads.items()}
+
+    def _heads(self, name: str, module: nn.Module) -> dict[str, int]:
+        """How many readers count, where each has a scale of its own."""
+        has_own = self.kv_format is not None and self.kv_format.strategy == "attn_head"
+        return {part: num_heads(module, part, name) for part in self._parts} if has_own else {}
 
     def kv_observers(self, modules: Collection[str]) -> dict[str, Observer]:
         """Return what observes keys and values, and queries.
@@ -281,15 +296,30 @@ def _own_copy(module: nn.Module) -> nn.Module:
     return twin
 
 
+def _check_heads(states: Tensor, heads: Mapping[str, int], name: str, part: str) -> None:
+    if states.shape[1] != heads.get(part, states.shape[1]):
+        raise SchemeError(
+            f"{name}.{part}: has {states.shape[1]} heads, and readers count {heads[part]} by its config; use strategy='tensor'"
+        )
+
+
+def _checking(name: str, heads: Mapping[str, int], *, queries: bool) -> Any:
+    def look(part: str, states: Tensor) -> Tensor:
+        _check_heads(states, heads, name, part)
+        return states
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_view(module, args, kwargs, look, queries=queries)
+
+    return hook
+
+
 def _observing(observers: Mapping[str, Observer], state: State, name: str, heads: Mapping[str, int]) -> Any:
     """A forward pre-hook; `heads` says how many readers count, where each has a scale of its own."""
 
     def look(part: str, states: Tensor) -> Tensor:
         tokens_NHD = own_tokens(state, states.detach().transpose(1, 2).flatten(2), state.token_mask, f"{name}.{part}")
-        if states.shape[1] != heads.get(part, states.shape[1]):
-            raise SchemeError(
-                f"{name}.{part}: has {states.shape[1]} heads, and readers count {heads[part]} by its config; use strategy='tensor'"
-            )
+        _check_heads(states, heads, name, part)
         if tokens_NHD.numel():
             observers[part].update(tokens_NHD.reshape(len(tokens_NHD), states.shape[1], -1).transpose(0, 1).unsqueeze(0))
         return states

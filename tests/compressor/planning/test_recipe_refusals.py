@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from pydantic import PrivateAttr
+from torch import nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from compressor import GPTQModifier, QuantizationModifier, oneshot
 from compressor.cli.main import main
@@ -32,6 +34,7 @@ IDS = [torch.arange(8)[None] + shift for shift in range(2)]
 REST = {"ignore": ["lm_head"]}
 INTS = {"scheme": "W8A8", **REST}
 GPTQ = {"GPTQModifier": INTS}
+PER_HEAD = {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "attn_head"}}
 SHARES = {"sparsity": [0.5], **REST}
 
 
@@ -39,6 +42,15 @@ SHARES = {"sparsity": [0.5], **REST}
 def speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No plan of this file times anything: 1 GFLOP/s, a microsecond for a column."""
     monkeypatch.setattr(planner, "measure_speed", lambda device, dtype: Speed(1e9, 1e9, 1e-6, 1e-9))
+
+
+def deepseek() -> nn.Module:
+    """A mixture whose router divides its experts into groups, with latent attention: keys enter the cache with one head for all."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **experts, q_lora_rank=16, kv_lora_rank=16)).eval()
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
@@ -49,6 +61,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a share for SparseGPT": (tiny.llama, {"SparseGPTModifier": SHARES}, "sparsity lists 1 shares"),
     "a share for Wanda": (tiny.llama, {"WandaPruningModifier": SHARES}, "sparsity lists 1 shares"),
     "too few experts": (tiny.qwen3_moe, {"REAPPruningModifier": {"sparsity": 0.9}}, r"\(num_experts_per_tok is 2\)"),
+    "heads of latent attention": (deepseek, {"QuantizationModifier": PER_HEAD}, "has 1 heads, and readers count 4 by its config"),
+    "heads beside weights": (deepseek, {"QuantizationModifier": {**INTS, **PER_HEAD}}, "has 1 heads, and readers count 4 by its config"),
     "experts too late": (tiny.qwen3_moe, {**GPTQ, "REAPPruningModifier": {"sparsity": 0.5}}, "let it stand first"),
     "smoothed too late": (tiny.llama, {**GPTQ, "SmoothQuantModifier": {}}, "is quantized by a modifier before it"),
     "turned too late": (tiny.llama, {**GPTQ, "SpinQuantModifier": {}}, "is quantized by a modifier before it"),
@@ -128,6 +142,16 @@ def test_a_plan_refuses_a_recipe_of_another_run_a_used_modifier_and_ranks_that_c
         with pytest.raises(CompressorError, match=said):
             plan(tiny.llama(), recipe=recipe, ranks=ranks)
     assert plan(tiny.llama(), recipe=Alone(**INTS)).modules
+
+
+def test_a_plan_says_when_routers_find_too_few_experts_in_a_group() -> None:
+    left = "no forward can be followed on shapes of what is left"
+    for behind in (dict[str, Any](), DATA_FREE):  # with weights alone behind it no data flows
+        few, enough = ({"q_modifiers": {"REAPPruningModifier": {"sparsity": share}, **behind}} for share in (0.75, 0.5))
+        assert any(left in note for note in plan(deepseek(), recipe=few).notes)
+        assert not any(left in note for note in plan(deepseek(), recipe=enough).notes)
+    with pytest.raises(CompressorError, match="its routers cannot choose among 2 of 8 experts"):
+        oneshot(deepseek(), recipe=few, dataset=IDS)
 
 
 def test_what_only_a_forward_shows_is_said_by_a_plan() -> None:
