@@ -1,8 +1,9 @@
 """Finding the layers that end an MLP: each reads what another linear layer gives, token by token and channel by channel.
 
-Some channels of one token are changed in what a linear layer gives. A layer of whose input just these channels of just this token change
-reads it through a nonlinearity or a gate, and nothing else: attention carries a change to other tokens, a norm to other channels. No
-architecture is known by name.
+Some channels of two tokens are changed in what a linear layer gives. A layer of whose input just these channels of just these tokens
+change reads it through a nonlinearity or a gate, and nothing else: attention carries a change of the first token's keys and values to the
+last, and mixes what the last is shown where its queries change (the first often sees itself alone, whatever it asks); a norm carries it to
+other channels. No architecture is known by name.
 
 Shapes: N tokens, D channels.
 """
@@ -68,7 +69,7 @@ _ALIVE = 0.01  # of the largest output
 
 
 class _SomeChannels(Watch):
-    """Some channels of one token change in what a layer gives: of the first that is not zero everywhere, as an embedding's padding is."""
+    """Some channels of two tokens change in what a layer gives: of the first and last not zero everywhere, as an embedding's padding is."""
 
     def __init__(self, prober: Prober, source: str) -> None:
         """Take the layer."""
@@ -76,25 +77,26 @@ class _SomeChannels(Watch):
         width = prober.widths[source]
         drawn_D = torch.rand(width, generator=torch.Generator().manual_seed(width), dtype=torch.float32)
         self._chosen_D = drawn_D.argsort() < max(1, width // 4)
-        self._token = 0
+        self._tokens = [0]
 
     def changed(self, output: Tensor) -> Tensor:
         """Add to them what no activation cuts off."""
         changed_ND = output.clone().reshape(-1, output.shape[-1])
         chosen_D = self._chosen_D.to(output.device)
         size_N = changed_ND.abs().amax(-1)
-        self._token = int((size_N >= _ALIVE * size_N.amax()).int().argmax())
-        changed_ND[self._token, chosen_D] += 4 * output.abs().amax() + 1
+        alive = (size_N >= _ALIVE * size_N.amax()).nonzero().flatten().tolist()
+        self._tokens = sorted({alive[0], alive[-1]}) if len(size_N) > 2 else alive[:1]  # another must be left that stays as it was
+        changed_ND[torch.tensor(self._tokens, device=output.device)[:, None], chosen_D] += 4 * output.abs().amax() + 1
         return changed_ND.reshape(output.shape)
 
     def is_changed(self, x: Tensor, base: Tensor) -> bool:
-        """Say whether only this token differs, and only in channels that come from chosen ones."""
+        """Say whether only these tokens differ, and only in channels that come from chosen ones."""
         off_ND = (x != base).reshape(-1, x.shape[-1])
         width, columns = len(self._chosen_D), x.shape[-1]
-        if len(off_ND) < 2 or self._token >= len(off_ND) or width % columns:
+        if len(off_ND) < 2 or self._tokens[-1] >= len(off_ND) or width % columns:
             return False
-        off_D = off_ND[self._token].clone()
-        off_ND[self._token] = False
+        off_D = off_ND[self._tokens].any(0)
+        off_ND[self._tokens] = False
         if bool(off_ND.any()):
             return False
         chosen = self._chosen_D.to(x.device)

@@ -105,6 +105,7 @@ class _Flow(TorchDispatchMode):
         self._mixed: dict[int, int] = {}
         self._held: list[Tensor] = []  # so that no storage takes the place of another
         self._widths: dict[str, int] = {}  # of what sources give, whose places are their bits
+        self._rows: dict[str, set[int]] = {}
         self._readers: dict[str, tuple[int, int]] = {}  # the sources that reach them channel by channel in all calls, and in any
         self._blocked = 0
 
@@ -130,7 +131,13 @@ class _Flow(TorchDispatchMode):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             pure, mixed = self._of((args, kwargs))
             columns = columns_of(module)
-            uneven = sum(1 << place for place, width in enumerate(self._widths.values()) if pure >> place & 1 and width % columns)
+            rows = {tensor.numel() // columns for tensor in tensors_in((args, kwargs))}
+            # A norm of heads, say, reads a token in several rows: no channel of it is one of the source.
+            uneven = sum(
+                1 << place
+                for place, (source, width) in enumerate(self._widths.items())
+                if pure >> place & 1 and (width % columns or rows.isdisjoint(self._rows[source]))
+            )
             self._blocked |= mixed | uneven
             every, some = self._readers.get(name, (pure, pure))
             self._readers[name] = every & pure, some | pure
@@ -145,6 +152,7 @@ class _Flow(TorchDispatchMode):
             for tensor in tensors_in(output):
                 if source is not None:
                     self._widths.setdefault(source, tensor.shape[-1])
+                    self._rows.setdefault(source, set()).add(tensor.numel() // tensor.shape[-1])
                 self._mark(tensor, 0 if source is None else 1 << [*self._widths].index(source), 0)
 
         return hook
