@@ -86,7 +86,7 @@ class _SomeChannels(Watch):
         size_N = changed_ND.abs().amax(-1)
         alive = (size_N >= _ALIVE * size_N.amax()).nonzero().flatten().tolist()
         self._tokens = sorted({alive[0], alive[-1]}) if len(size_N) > 2 else alive[:1]  # another must be left that stays as it was
-        changed_ND[torch.tensor(self._tokens, device=output.device)[:, None], chosen_D] += 4 * output.abs().amax() + 1
+        changed_ND[torch.tensor(self._tokens, dtype=torch.int64, device=output.device)[:, None], chosen_D] += 4 * output.abs().amax() + 1
         return changed_ND.reshape(output.shape)
 
     def is_changed(self, x: Tensor, base: Tensor) -> bool:
