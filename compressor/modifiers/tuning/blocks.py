@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -206,7 +207,7 @@ class BlockLoss:
 
     def _to(self, tree: Any) -> Any:
         """A copy: a block may write to what it is given, and is called again with it."""
-        return tree_map(lambda one: one.to(self._device, copy=True) if isinstance(one, Tensor) else one, tree)
+        return tree_map(lambda one: one.to(self._device, copy=True) if isinstance(one, Tensor) else _copied(one), tree)
 
     def _output(self, inputs: Any) -> Tensor:
         args, kwargs = inputs
@@ -288,4 +289,14 @@ def weights_tried(modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor
 
 
 def _kept(one: Any) -> Any:
-    return one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else one
+    return one.detach().to("cpu", copy=True) if isinstance(one, Tensor) else _copied(one)
+
+
+def _copied(one: Any) -> Any:
+    """What torch does not look into, as the keys and values that layers share in an object: the next layers write to it."""
+    if isinstance(one, nn.Module | type) or callable(one):
+        return one
+    try:
+        return copy.deepcopy(one)
+    except (TypeError, RuntimeError):  # a lock, a generator, a tensor with a history
+        return one

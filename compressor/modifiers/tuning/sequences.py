@@ -8,7 +8,7 @@ way to cut is believed when sequences that are put together in another order giv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
@@ -22,6 +22,7 @@ Axes = tuple[int | None, ...]  # of every leaf of a tree, the dimension in which
 
 MOST_TOKENS = 2048  # in a forward with gradients, if it has more than one sequence
 _MOST_WAYS = 32  # that are tried
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _SAME = 0.5  # outputs that are closer than eps to this power are the same
 
 
@@ -85,7 +86,7 @@ def joined(pieces: Sequence[Piece]) -> Iterator[Any]:
 
 
 def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], Tensor], where: str) -> Axes | None:
-    """Find out where sequences lie, by running two of them in another order (a single one twice).
+    """Find out where sequences lie, by running three in another order: two, the first of them again. A single one is the other backwards.
 
     Args:
         inputs: tree of a call.
@@ -104,9 +105,10 @@ def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], T
     best, nearest = None, eps**_SAME
     for axes in islice(_ways((inputs, output), num_rows), _MOST_WAYS):
         pieces = cut((inputs, output), num_rows, num_rows, axes)
-        if not _alike(pieces[-1], pieces[0]):
+        other = _unlike(pieces[-1], pieces[0], run)
+        if other is None or not _alike(other, pieces[0]):
             continue
-        distance = _distance(run, *_together([pieces[-1], pieces[0]]))
+        distance = _distance(run, *_together([other, pieces[0], other]))
         if distance < nearest:
             best, nearest = axes, distance
         if distance < eps:
@@ -138,6 +140,25 @@ def _options(shape: torch.Size | None, num_rows: int) -> list[int | None]:
     return [*exact, None, *blocks] if shape[0] == num_rows else [None, *exact, *blocks]
 
 
+def _unlike(piece: Piece, first: Piece, run: Callable[[Any], Tensor]) -> Piece | None:
+    """The piece, or where it is the first once more, that one backwards: beside an equal sequence attention gives what it gives alone."""
+    places = [place for place, axis in enumerate(first.axes or ()) if axis is not None][:-1]  # the last is that of the output
+    if any(not _same(piece.leaves[place], first.leaves[place]) for place in places):
+        return piece
+    turned = ((place, first.leaves[place].flip(-1)) for place in places)
+    place, leaf = next(((place, leaf) for place, leaf in turned if not torch.equal(leaf, first.leaves[place])), (None, None))
+    if place is None:
+        return None
+    leaves = [*first.leaves[:place], leaf, *first.leaves[place + 1 :]]
+    inputs, _ = tree_unflatten(leaves, first.spec)
+    try:
+        return replace(first, leaves=[*leaves[:-1], run(inputs).to(leaves[-1].device)])
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, IndexError):  # what is cut so does not run by itself
+        return None
+
+
 def _distance(run: Callable[[Any], Tensor], inputs: Any, expected: Tensor) -> float:
     try:
         found = run(inputs).to(expected.device)
@@ -163,7 +184,7 @@ def _alike(one: Piece, other: Piece) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.dtype == b.dtype and torch.equal(a, b))
-    return type(a) is type(b) and bool(a == b)
+    return a is b or (type(a) is type(b) and type(a) in _PLAIN and bool(a == b))
 
 
 def _together(pieces: Sequence[Piece]) -> Any:

@@ -304,6 +304,50 @@ class Handing(nn.Module):
         return x
 
 
+class Shelf:
+    """What layers hand each other beside their arguments, in an object that torch does not look into."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+
+class Sharing(nn.Module):
+    """Layers add what those before have left in an object, and leave their own there."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(32, 32)
+
+        def forward(self, x: Tensor, shelf: Any) -> Tensor:
+            seen = shelf.seen if isinstance(shelf, Shelf) else shelf["seen"]
+            x = torch.tanh(self.inner(x + sum(seen)))
+            seen.append(x)
+            return x
+
+    def __init__(self, shelf: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shelf, self.layers = shelf, nn.ModuleList([self.Layer() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shelf = self.shelf()
+        for layer in self.layers:
+            x = layer(x, shelf)
+        return x
+
+
+@pytest.mark.parametrize("target", ["base", "propagated"])
+def test_what_layers_share_in_an_object_is_kept_as_what_they_share_in_a_dict(target: str) -> None:
+    chosen = recipe(ignore=[], iters=4, target=target)
+    losses = []
+    for shelf in (lambda: {"seen": []}, Shelf):
+        data = DataLoader(ROWS[:8], batch_size=4)
+        result = oneshot(Sharing(shelf).eval(), recipe=chosen, dataset=data, sequential_targets=["Layer"])
+        losses.append([details(result, f"layers.{number}.inner")["block_loss_before"] for number in range(2)])
+    assert losses[1] == pytest.approx(losses[0], rel=0.05) and min(losses[0]) > 0
+
+
 @pytest.mark.parametrize("as_dict", [True, False])
 def test_a_block_may_be_handed_a_container_that_torch_looks_into(as_dict: bool) -> None:
     model = Handing((lambda x: {"x": x}) if as_dict else (lambda x: SimpleNamespace(x=x))).eval()

@@ -78,3 +78,30 @@ def test_a_call_whose_sequences_depend_on_each_other_stays_whole() -> None:
     (piece,) = cut(inputs, ROWS, ROWS * LENGTH, axes)
     assert piece.num_rows == ROWS
     assert len(list(joined([piece, piece]))) == 2
+
+
+def test_tokens_of_a_single_sequence_are_no_sequences() -> None:
+    """Attention over a sequence and itself once more gives what it gives over one: only another one beside it shows."""
+
+    def attend(x: Tensor) -> Tensor:  # [T, C], without a dimension of sequences
+        return torch.softmax(x @ x.t(), -1) @ x
+
+    x = rand(LENGTH, 8)
+    assert find_axes(x, attend(x), 1, attend, "block") is None
+    equal = rand(1, LENGTH, 8).expand(3, -1, -1)
+    assert find_axes(equal, torch.vmap(attend)(equal), 3, torch.vmap(attend), "block") == (0, 0)
+
+
+def test_what_has_as_many_rows_as_all_sequences_together_is_not_shared() -> None:
+    """Positions of patches, the same for each of two images: two of them in another order do not show it, a third does."""
+
+    def turn(given: tuple[Tensor, Tensor]) -> Tensor:
+        patches, positions = given
+        return patches * positions
+
+    inputs = rand(2 * LENGTH, 8), rand(LENGTH, 8).repeat(2, 1)
+    axes = find_axes(inputs, turn(inputs), 2, turn, "block")
+    assert axes == (0, 0, 0)
+    pieces = cut((inputs, turn(inputs)), 2, 2 * LENGTH, axes)
+    ((together, output),) = joined([*pieces, *pieces])
+    torch.testing.assert_close(turn(together), output)
