@@ -52,8 +52,9 @@ EXPERT_MUTANTS: tuple[Mutant, ...] = (
               "count.holder(state.model.config)"), raises="ModelError"),
     bug("refused_and_changed", "structure", "a model whose routers choose too many is refused without the experts that would have gone",
         "expert_pruner.too_few",
-        Edit(_COUNT + "try_routing", "    check_enough(model, count)\n",
-             "    choose_experts(State(model), count, dict.fromkeys(count.layers, first))\n    check_enough(model, count)\n")),
+        Edit(_COUNT + "try_routing", "    finally:\n        state.restore_originals()",
+             "    except ZeroDivisionError:\n        raise\n    state.restore_originals()"),
+        Edit(_COUNT + "check_enough", "value > count.fewer", "value < 0")),  # which refuses first what a known setting says
     _bug("padding_counts", "saliency", "tokens that are padding count like any other", "expert_pruner.padding",
          Edit(_REAP + "_real", "weights_N, outputs_NC = weights_N[real_N], outputs_NC[real_N]", "real_N = real_N")),
     _bug("steps_the_wrong_way", "refit", "weights move away from what is missing", _REFITTED,
