@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from compressor.algorithms.scale_tuning import FixedCodes, move_gradient, moved_scale, scaled_weight, unit_of
 from compressor.lifecycle import State
-from compressor.mappings.alone import scaling_offset
+from compressor.mappings.alone import close, double, doubled_arguments, output_of
 from compressor.modifiers.tuning.gradients import Unreached
 from compressor.nn import QuantizedLayer
 from compressor.numerics import check_qparams
@@ -204,9 +204,9 @@ def _norms(model: nn.Module, run: Callable[[], object]) -> Iterator[tuple[str, n
     owners: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    leaves = {name: module for name, module in model.named_modules() if not any(module.children())}
+    leaves = {name: module for name, module in model.named_modules() if _has_tensors_alone(module)}
     named = {name for name, module in leaves.items() if "norm" in type(module).__name__.lower()}
-    asked = {name: leaves[name] for name in leaves.keys() - named if getattr(leaves[name]._parameters.get("weight"), "ndim", 0) == 1}
+    asked = {name: module for name, module in leaves.items() if name not in named and _has_vectors_alone(module)}
     named |= _acting_as_norms(asked, run) if asked else set()
     for name, module in leaves.items():
         if name in named:
@@ -215,8 +215,17 @@ def _norms(model: nn.Module, run: Callable[[], object]) -> Iterator[tuple[str, n
                     yield name, module, key
 
 
+def _has_tensors_alone(module: nn.Module) -> bool:
+    """Whether whatever lies inside, such as an activation, has none."""
+    return not any(True for child in module.children() for _ in (*child.parameters(), *child.buffers()))
+
+
+def _has_vectors_alone(module: nn.Module) -> bool:
+    return {one.ndim for one in module._parameters.values() if one is not None} == {1}
+
+
 def _acting_as_norms(modules: Mapping[str, nn.Module], run: Callable[[], object]) -> set[str]:
-    """Those whose weight scales what they give, channel by channel, in a call of a forward."""
+    """Those with a vector, whatever its name, that scales what they give, channel by channel, in a call of a forward."""
     calls: dict[str, Any] = {}
 
     def noting(name: str) -> Callable[..., None]:
@@ -231,11 +240,26 @@ def _acting_as_norms(modules: Mapping[str, nn.Module], run: Callable[[], object]
         for name, module in modules.items():
             held.callback(module.register_forward_pre_hook(noting(name), with_kwargs=True).remove)
         run()
-        return {
-            name
-            for name, call in calls.items()
-            if scaling_offset(modules[name], len(modules[name].get_parameter("weight")), call) is not None
-        }
+        return {name for name, call in calls.items() if any(_scales(modules[name], key, call) for key in modules[name]._parameters)}
+
+
+def _scales(norm: nn.Module, key: str, call: tuple[Any, Any]) -> bool:
+    """Whether what a module gives grows by a factor for each channel where one of its vectors, or 1 + it, does, and what it adds."""
+    args, kwargs = doubled_arguments(call)
+    plain = output_of(double(norm), args, kwargs)
+    start = norm._parameters[key]
+    if plain is None or start is None or plain.shape[-1:] != start.shape or not plain.any():
+        return False
+    factor_C = torch.linspace(0.5, 2.0, len(start), dtype=torch.float64, device=start.device)
+    for offset in (0.0, 1.0):
+        changed = double(norm)
+        for name, one in changed._parameters.items():
+            if one is not None and one.shape == start.shape:
+                own = offset if name == key else 0.0
+                one.copy_((one + own) * factor_C - own)
+        if close(output_of(changed, args, kwargs), plain * factor_C):
+            return True
+    return False
 
 
 def _twin(norm: nn.Module) -> nn.Module:

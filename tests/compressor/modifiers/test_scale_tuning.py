@@ -276,6 +276,28 @@ class LN(nn.LayerNorm):
     pass
 
 
+class Gain(nn.Module):
+    """A norm with vectors of other names, and something inside."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gamma, self.beta, self.act = nn.Parameter(torch.zeros(size)), nn.Parameter(torch.ones(size)), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 + self.gamma) * self.act(x) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) + self.beta
+
+
+class Shift(nn.Module):
+    """Not a norm: it adds."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.beta = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.beta
+
+
 class Slope(Root):
     """Not a norm: its weight scales what is negative."""
 
@@ -289,14 +311,15 @@ class OfTokens(nn.Sequential):
         return found
 
 
-@pytest.mark.parametrize(("act", "num_norms"), [(Root, 2), (LN, 2), (Slope, 1)])
+@pytest.mark.parametrize(("act", "num_norms"), [(Root, 2), (LN, 2), (Gain, 2), (Slope, 1), (Shift, 1)])
 def test_norms_are_told_by_what_they_do(act: Any, num_norms: int) -> None:
     torch.manual_seed(0)
     norm = act(16)
     model = OfTokens(nn.Embedding(96, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), norm, nn.Linear(16, 16)).eval()
     groups = {"g": {"targets": ["Linear"], "weights": INT3}}
     recipe = [QuantizationModifier(config_groups=groups), ScaleTuningModifier(steps=8, lr=0.02)]
-    before = norm.weight.detach().clone()
+    before = [one.detach().clone() for one in norm.parameters()]
     note = note_of(oneshot(model, recipe=recipe, dataset=TOKENS))
     assert f"sequences for scales of 3 layers and {num_norms} norm" in note
-    assert torch.equal(model[4].weight, before) == (act is Slope)
+    moved = [not torch.equal(now, then) for now, then in zip(model[4].parameters(), before, strict=True)]
+    assert all(moved) if num_norms == 2 else not any(moved)
