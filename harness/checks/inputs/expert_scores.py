@@ -140,11 +140,14 @@ READINGS: Mapping[str, Reading] = {
 }
 LOW_IDS = 3
 """Ids that are commonly special; without a model's word they are tokens."""
+LONG = 65
+"""Tokens of the shortest of long rows."""
 LONG_READINGS: Mapping[str, Reading] = {
     **{f"the first {length} tokens of each row": partial(_mean_of_first, length) for length in (24, 32, 64)},
     **{f"id {number} as padding": partial(_mean_without, number) for number in range(LOW_IDS)},
+    **{f"{name}, of long rows": reading for name, reading in READINGS.items()},
 }
-"""Those that need long rows, or ids that are commonly special; on long rows norms are hardly told apart."""
+"""Those that need long rows, or ids that are commonly special, and all others once more, of who takes long rows otherwise."""
 
 
 def telling_draw(
@@ -169,7 +172,7 @@ def telling_draw(
 
 
 def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, readings: Mapping[str, Reading], generator: torch.Generator) -> Draw:
-    rows, shortest = torch.randperm(len(ids), generator=generator), 48 if readings is LONG_READINGS else 2
+    rows, shortest = torch.randperm(len(ids), generator=generator), LONG if readings is LONG_READINGS else 2
     first, *lengths = (
         int(least * (most / least) ** float(torch.rand((), generator=generator)))
         for least, most in ((1, len(ids) - 2), (shortest, ids.shape[1] + 1), (shortest, ids.shape[1] + 1))

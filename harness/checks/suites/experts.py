@@ -64,7 +64,7 @@ def criterion(subject: ExpertPruner, context: CheckContext) -> str:
     judged, late, untold = 0, set(LONG_READINGS), {architecture: set(READINGS) for architecture in subject.architectures}
     for seed, architecture in _models(subject, context):
         judged += _judge_choice(subject, architecture, seed, READINGS, untold[architecture])
-    for seed, architecture in _models(subject, context):
+    for seed, architecture in _models(subject, context, 6):
         if late:  # once is enough: these lie in what is read of the data, not of a model
             judged += _judge_choice(subject, architecture, seed, LONG_READINGS, late)
     if not judged:
@@ -101,9 +101,9 @@ def _long_rows(model: Any, seed: int) -> Tensor:
     return torch.where(torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)) < 0.5, low, ids)
 
 
-def _models(subject: ExpertPruner, context: CheckContext) -> list[tuple[int, str]]:
+def _models(subject: ExpertPruner, context: CheckContext, number: int = 3) -> list[tuple[int, str]]:
     """Seeds and architectures: what one model cannot tell apart another may."""
-    return [(context.seed + more, architecture) for more in range(3) for architecture in subject.architectures]
+    return [(context.seed + more, architecture) for more in range(number) for architecture in subject.architectures]
 
 
 @register(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import harness
 from harness.checks.adapters.modifiers import OurExpertPruner
-from harness.checks.inputs.expert_scores import LONG_READINGS, READINGS, look
+from harness.checks.inputs.expert_scores import LONG, LONG_READINGS, READINGS, _mean, look
 
 
 class Plain:
@@ -135,12 +135,14 @@ class Misreads(Plain):
 
     def __init__(self, reading: str) -> None:
         super().__init__()
-        self._score = {**READINGS, **LONG_READINGS}[reading]
+        self._reading = reading
 
     def chosen(self, model: nn.Module, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
         layers = [name for name, module in model.named_modules() if name.endswith(".experts")]
         batches = [look(model, layers, ids) for ids in input_ids]
-        scores = [self._score([batch[place] for batch in batches]) for place in range(len(layers))]
+        is_read = "long rows" not in self._reading or max(ids.shape[1] for ids in input_ids) >= LONG
+        score = {**READINGS, **LONG_READINGS}[self._reading] if is_read else _mean
+        scores = [score([batch[place] for batch in batches]) for place in range(len(layers))]
         return [one.topk(len(one) // 2).indices.tolist() for one in scores]
 
 
