@@ -102,12 +102,21 @@ def _sum(seen: Sequence[Seen], order: float = 2.0) -> Tensor:
     return torch.stack([(one.weights * one.norms[order]).sum((0, 1)) for one in seen]).sum(0)
 
 
-def _mean(seen: Sequence[Seen], order: float = 2.0) -> Tensor:
+def mean_of_all(seen: Sequence[Seen], order: float = 2.0) -> Tensor:
+    """Router weight times output norm, the mean over all tokens that an expert was sent: [E].
+
+    Args:
+        seen: batches.
+        order: of the norm.
+
+    Returns:
+        A score by expert; 0 without tokens.
+    """
     return _sum(seen, order) / torch.stack([one.hits.sum((0, 1)) for one in seen]).sum(0).clamp(min=1)
 
 
 def _mean_of_means(parts: Sequence[Seen]) -> Tensor:
-    means, used = torch.stack([_mean([one]) for one in parts]), torch.stack([one.hits.sum((0, 1)) > 0 for one in parts])
+    means, used = torch.stack([mean_of_all([one]) for one in parts]), torch.stack([one.hits.sum((0, 1)) > 0 for one in parts])
     return means.sum(0) / used.sum(0).clamp(min=1)
 
 
@@ -116,27 +125,27 @@ def _rows(seen: Sequence[Seen]) -> list[Seen]:
 
 
 def _mean_of_first(length: int, seen: Sequence[Seen]) -> Tensor:
-    return _mean([one.each(lambda x: x[:, :length]) for one in seen])
+    return mean_of_all([one.each(lambda x: x[:, :length]) for one in seen])
 
 
 def _mean_without(number: int, seen: Sequence[Seen]) -> Tensor:
-    return _mean([one.without(number) for one in seen])
+    return mean_of_all([one.without(number) for one in seen])
 
 
 # Mistakes that are easily made: each a score [E] of batches.
 READINGS: Mapping[str, Reading] = {
     "a mean of the batches' means": _mean_of_means,
     "a mean of the rows' means": lambda seen: _mean_of_means(_rows(seen)),
-    "no first token": lambda seen: _mean([one.each(lambda x: x[:, 1:]) for one in seen]),
-    "no last token": lambda seen: _mean([one.each(lambda x: x[:, :-1]) for one in seen]),
-    "the first row of each batch": lambda seen: _mean([one.each(lambda x: x[:1]) for one in seen]),
-    "the first batch": lambda seen: _mean(seen[:1]),
-    "the last batch": lambda seen: _mean(seen[-1:]),
-    "1-norms": lambda seen: _mean(seen, 1.0),
-    "largest values": lambda seen: _mean(seen, torch.inf),
+    "no first token": lambda seen: mean_of_all([one.each(lambda x: x[:, 1:]) for one in seen]),
+    "no last token": lambda seen: mean_of_all([one.each(lambda x: x[:, :-1]) for one in seen]),
+    "the first row of each batch": lambda seen: mean_of_all([one.each(lambda x: x[:1]) for one in seen]),
+    "the first batch": lambda seen: mean_of_all(seen[:1]),
+    "the last batch": lambda seen: mean_of_all(seen[-1:]),
+    "1-norms": lambda seen: mean_of_all(seen, 1.0),
+    "largest values": lambda seen: mean_of_all(seen, torch.inf),
     "sums": _sum,
-    "router weights alone": lambda seen: _mean([replace(one, norms={2.0: one.hits}) for one in seen]),
-    "outputs alone": lambda seen: _mean([replace(one, weights=one.hits) for one in seen]),
+    "router weights alone": lambda seen: mean_of_all([replace(one, norms={2.0: one.hits}) for one in seen]),
+    "outputs alone": lambda seen: mean_of_all([replace(one, weights=one.hits) for one in seen]),
 }
 LOW_IDS = 3
 """Ids that are commonly special; without a model's word they are tokens."""
@@ -182,7 +191,7 @@ def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, readings: Mapping[
     told: set[str] = set()
     for layer in seen:
         batches = [layer.part(*cut) for cut in cuts]
-        scores = _mean(batches)
+        scores = mean_of_all(batches)
         wanted.append(_staying(scores, sparsity))
         if wanted[-1] is not None:
             told |= {name for name, score in readings.items() if _staying(score(batches), sparsity, 0.0) != wanted[-1]}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import harness
 from harness.checks.adapters.modifiers import OurExpertPruner
-from harness.checks.inputs.expert_scores import LONG, LONG_READINGS, READINGS, _mean, look
+from harness.checks.inputs.expert_scores import LONG, LONG_READINGS, READINGS, look, mean_of_all
 
 
 class Plain:
@@ -141,7 +141,7 @@ class Misreads(Plain):
         layers = [name for name, module in model.named_modules() if name.endswith(".experts")]
         batches = [look(model, layers, ids) for ids in input_ids]
         is_read = "long rows" not in self._reading or max(ids.shape[1] for ids in input_ids) >= LONG
-        score = {**READINGS, **LONG_READINGS}[self._reading] if is_read else _mean
+        score = {**READINGS, **LONG_READINGS}[self._reading] if is_read else mean_of_all
         scores = [score([batch[place] for batch in batches]) for place in range(len(layers))]
         return [one.topk(len(one) // 2).indices.tolist() for one in scores]
 
