@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -143,12 +143,12 @@ def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int
     chosen = modality or _default_modality(maker)
     if not reads(model, chosen):
         raise maker.refused(chosen)
-    batches = []
+    batches, device = [], next(model.parameters()).device
     try:
         with torch.no_grad():
             for index, (rows, length) in enumerate(_SHAPES):
                 batches.append(_MAKERS[chosen](maker, rows, length, index == 1))
-                model(**{name: value.clone() for name, value in batches[-1].items()})
+                model(**{name: value.to(device, copy=True) for name, value in batches[-1].items()})
     except ModelError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
@@ -195,6 +195,21 @@ def reads(model: nn.Module, modality: Modality) -> bool:
         return False
     names = {"input_ids"} if modality == "text" else {name for name, kind in _OF_INPUT.items() if kind == modality}
     return not names.isdisjoint(inspect.signature(model.forward).parameters)
+
+
+def unheld(model: nn.Module, batches: Iterable[Any]) -> list[Modality]:
+    """Name what a model reads and none of some batches holds.
+
+    Args:
+        model: the model.
+        batches: of its data.
+
+    Returns:
+        Modalities.
+    """
+    names = {name for batch in batches for name in (batch if isinstance(batch, Mapping) else ("input_ids",))}
+    held = {_OF_INPUT.get(name, "text" if name == "input_ids" else None) for name in names}
+    return [modality for modality in MODALITIES if modality not in held and reads(model, modality)]
 
 
 def _default_modality(maker: _Maker) -> Modality:

@@ -5,7 +5,7 @@ A forward may take another way for a longer batch, or one with an image, on whic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,19 +29,21 @@ def rounding_of(dtype: torch.dtype) -> float:
 
 
 class OtherBatches:
-    """What the model gives before a transform on the shortest and the longest batch with each set of inputs, four at most."""
+    """What a model gives before a transform on the shortest and the longest batch with each set of inputs, four at most, and on others."""
 
-    def __init__(self, state: State, label: str) -> None:
+    def __init__(self, state: State, label: str, more: Mapping[str, Batch] | None = None) -> None:
         """Run them, one row each.
 
         Args:
             state: of the run; not changed.
             label: of the modifier, for the error.
+            more: batches that are none of the data, by what is said of them.
         """
         batches = [] if state.data is None else state.data.batches
         self._label = label
+        chosen = {f"batch {number} {tuple(leading_tensor(batches[number]).shape)}": batches[number] for number in _kinds(batches)}
         with Footprint(state.model):
-            self._before = {number: (batch := _one_row(batches[number]), _outputs(state, batch)) for number in _kinds(batches)}
+            self._before = {what: (batch := _one_row(one), _outputs(state, batch)) for what, one in {**chosen, **(more or {})}.items()}
 
     def check(self, state: State) -> None:
         """Run them again.
@@ -53,17 +55,17 @@ class OtherBatches:
             TargetError: on one of them the model gives something else, by more than rounding and ten times the others' difference.
         """
         with Footprint(state.model):
-            off = {number: _difference(before, _outputs(state, batch)) for number, (batch, before) in self._before.items()}
+            off = {what: _difference(before, _outputs(state, batch)) for what, (batch, before) in self._before.items()}
         if not off:
             return
-        number = max(off, key=lambda one: off[one])
-        limit = max(10 * min(off.values()), rounding_of(next(state.model.parameters()).dtype))
-        if not off[number] <= limit:
-            shape = tuple(leading_tensor(state.data.batches[number]).shape) if state.data is not None else ()
+        worst = max(off, key=lambda one: off[one])
+        rounding = rounding_of(next(state.model.parameters()).dtype)
+        limit = max(10 * min(off.values()), rounding) if len(off) > 1 else rounding
+        if not off[worst] <= limit:
             raise TargetError(
-                f"{self._label}: on batch {number} {shape} the model gives other outputs than before ({off[number]:.2g} off, relative, for "
-                "half of its tokens): its forward takes another way there than on the batch that shows what reads what; leave the modifier "
-                "out, or give batches of one kind"
+                f"{self._label}: on {worst} the model gives other outputs than before ({off[worst]:.2g} off, relative, for half of its "
+                "tokens): its forward takes another way there than on the batch that shows what reads what; leave the modifier out, or "
+                "give batches of one kind, and those of the kind that the model is for"
             )
 
 

@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 
 from compressor.data.collate import Batch
-from compressor.errors import CalibrationError, RecipeError, TargetError
+from compressor.errors import CalibrationError, ModelError, RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.mappings import ScalePair, find_pairs
@@ -24,8 +24,10 @@ from compressor.mappings.basis import Basis, find_basis, find_values
 from compressor.mappings.inner import find_inner
 from compressor.mappings.pairs import pattern_of
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
+from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.folder import some
+from compressor.model.loading.sample_batches import Modality, reads, sample_batches, unheld
 from compressor.model.targets import ends_of, text_config
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
@@ -170,7 +172,8 @@ class SpinQuantModifier(RotatingModifier):
         self._was_asked = True
         batch, turned = self.first_batch(state), turned_now(state.model)
         with without_modifier_hooks(state.model), evaluation_mode(state.model):
-            before, others = outputs_of_model(state, batch), OtherBatches(state, self.label)
+            more = {f"{kind} that the config allows": self._made(state, kind) for kind in self._unheld(state, [batch])}
+            before, others = outputs_of_model(state, batch), OtherBatches(state, self.label, more)
             online = self._fourth(state, batch) if "R4" in self.rotations else []
             self.turn_online(state, online, batch)
             self._check_in_front(state, turned)
@@ -189,6 +192,23 @@ class SpinQuantModifier(RotatingModifier):
             self.check_outputs(state, before, outputs_of_model(state, batch))
             others.check(state)
         self._report(state, basis, online, turns)
+
+    def first_batch(self, state: State) -> Batch:
+        """As the base; with R1 one with images or sound, where the model reads these beside text and the data hold none."""
+        kinds = [kind for kind in self._unheld(state, ()) if kind != "text"]
+        return self._made(state, kinds[0]) if kinds and reads(state.model, "text") else super().first_batch(state)
+
+    def _unheld(self, state: State, more: Sequence[Batch]) -> list[Modality]:
+        """With R1, what the model reads and neither the data nor these hold: what writes its features turns, too, or nothing does."""
+        if "R1" not in self.rotations or as_pretrained(state.model) is None:
+            return []
+        return unheld(state.model, [*more, *(() if state.data is None else state.data.batches)])
+
+    def _made(self, state: State, kind: Modality) -> Batch:
+        try:
+            return sample_batches(state.model, kind).batches[0]
+        except ModelError as error:
+            raise TargetError(f"{self.label}: R1: the model reads {kind}, the data hold none, and none can be made: {error}") from error
 
     def forwards_of_training(self, num_samples: int) -> float:
         """Say what a training costs: a forward of everything, measurements on what is held out, steps of a forward and a backward each.

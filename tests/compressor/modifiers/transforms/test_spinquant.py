@@ -21,7 +21,9 @@ from compressor.errors import CalibrationError, CompressorError, ModelError, Num
 from compressor.lifecycle import Event, Session, State
 from compressor.mappings import turns
 from compressor.model.loading.load import load_model
+from compressor.model.loading.sample_batches import sample_batches
 from compressor.recipe import load_recipe
+from harness.traceability.architectures import zoo
 from tests import tiny
 
 IDS = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(0))
@@ -329,3 +331,20 @@ def test_a_role_that_no_forward_shows_is_an_error(settings: Any, why: str) -> No
     with pytest.raises(TargetError, match=why):
         oneshot(model, recipe=SpinQuantModifier(**settings))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("data", ["none", "text"])
+@pytest.mark.parametrize(("name", "is_right"), [("qwen2_5_vl", False), ("llava", False), ("qwen3_vl", True)])
+def test_what_writes_features_of_images_turns_too_or_nothing_does(name: str, is_right: bool, data: str) -> None:
+    """A merger of images that is not turned changes no text: on text alone the model had passed for right."""
+    model, base = (roughened(zoo()[name].build(0)).float() for _ in range(2))
+    image = sample_batches(base, "vision").batches[0]
+    given = {"dataset": IDS, "pipeline": "basic"} if data == "text" else {}
+    if not is_right:
+        with pytest.raises(TargetError, match=r"R1: .* adds to|meet|on vision that the config allows the model gives other outputs"):
+            oneshot(model, recipe=SpinQuantModifier(rotations=["R1"]), **given)
+    else:
+        oneshot(model, recipe=SpinQuantModifier(rotations=["R1"]), **given)
+    with torch.no_grad():
+        before, after = (one(**image).logits.double() for one in (base, model))
+    assert difference(before, after) < 1e-4
