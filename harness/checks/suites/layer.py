@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product as product_of
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.kinds import SideEffectError
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.presentations import GRAD_MODES, TENSORS, layouts
+from harness.checks.inputs.layer_cases import (
+    LayerCase,
+    block_shapes,
+    float_linear,
+    hurtful_inputs,
+    largest_input,
+    layer_shapes,
+    plain_inputs,
+)
+from harness.checks.inputs.pairs import pairwise
+from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, LAYOUTS, TENSORS, layouts
 from harness.checks.protocols import Layer
 from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, uniform
 from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze, module_items
@@ -22,56 +33,34 @@ from harness.tolerance import T3, compare, vacuous_decoys
 _COARSE = {"tiny": 0.01, "subnormal": 0.01}
 
 
-def _linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name: str = "spread groups", seed: int = 3) -> nn.Linear:
-    linear = nn.Linear(shape[1], shape[0], bias=bias, dtype=dtype)
-    with torch.no_grad():
-        linear.weight.copy_(hurtful(name, shape, dtype, group=16))
-        if bias:
-            linear.bias.copy_(uniform((shape[0],), torch.Generator().manual_seed(seed)))
-    return linear
-
-
-def _shapes(subject: Layer) -> list[tuple[int, int]]:
-    multiple = subject.column_multiple
-    if multiple == 1:
-        return [(5, 37), (33, 64), (1, 13), (7, 1), (1, 1), (32, 32)]
-    # In a square of several groups those that run down the columns fit, too.
-    return [(5, 3 * multiple), (33, multiple), (1, 2 * multiple), (2 * multiple, 2 * multiple)]
-
-
-def _block_shapes(subject: Layer) -> list[tuple[int, int]]:
-    """As many blocks of usual sizes down as across: 16 x 16 to 128 x 128, and those twice as wide as high."""
-    return [] if 256 % subject.column_multiple else [(256, 256), (128, 256)]
-
-
 @register(14, "weight_as_calibrated", "The stored weight is what calibration computed, bitwise, after a state dict too", kind="layer")
 def weight_as_calibrated(subject: Layer, context: CheckContext) -> str:
     """Build layers of every shape and dtype, large ones among them, copy them, and send them through their state dict."""
     count = 0
     for dtype in subject.dtypes:
-        cases = [(shape, name) for shape in _shapes(subject) for name in ("spread groups", "dead groups", "lopsided")]
-        further = [*large_shapes(subject.column_multiple), *_block_shapes(subject)]
+        cases = [(shape, name) for shape in layer_shapes(subject) for name in ("spread groups", "dead groups", "lopsided")]
+        further = [*large_shapes(subject.column_multiple), *block_shapes(subject)]
         for shape, name in (*cases, *((shape, "spread groups") for shape in further)):
-            linear = _linear(shape, dtype, name=name)
+            linear = float_linear(shape, dtype, name=name)
             before = linear.weight.detach().clone()
             layer = subject.build(linear)
             _hold(subject.weight(layer), subject.expected_weight(linear), f"{name} {list(shape)} {dtype}")
             if not torch.equal(before, linear.weight):
                 raise CheckFailed("building the layer has changed the float layer")
-            other = subject.build(_linear(shape, dtype, name="outliers"))
+            other = subject.build(float_linear(shape, dtype, name="outliers"))
             with torch.no_grad():
                 other(torch.ones(2, shape[1], dtype=dtype))  # what it has unpacked by now it must not keep
             other.load_state_dict(layer.state_dict())
             _hold(subject.weight(other), subject.weight(layer), f"{name} {list(shape)} {dtype}, from a state dict")
             _hold(subject.weight(copy.deepcopy(layer)), subject.weight(layer), f"{name} {list(shape)} {dtype}, a deepcopy")
             count += 1
-        _hold_built_again(subject, _shapes(subject)[0], dtype)
+        _hold_built_again(subject, layer_shapes(subject)[0], dtype)
     return f"{count} layers"
 
 
 def _hold_built_again(subject: Layer, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """Build from one and the same float layer, whose values change meanwhile."""
-    linear, other = _linear(shape, dtype), _linear(shape, dtype, name="outliers")
+    linear, other = float_linear(shape, dtype), float_linear(shape, dtype, name="outliers")
     subject.build(linear)
     linear.weight.data.copy_(other.weight)
     _hold(
@@ -86,29 +75,6 @@ def _hold(actual: Tensor, expected: Tensor, what: str) -> None:
         raise CheckFailed(f"{what}: the weight is another one: {result.summary}")
 
 
-@dataclass(frozen=True)
-class _Case:
-    """A layer, the values with which it multiplies and the bias of the float one that it was built from; zeros where that has none."""
-
-    subject: Layer
-    layer: nn.Module
-    weight: Tensor
-    bias: Tensor
-
-    @classmethod
-    def built(cls, subject: Layer, shape: tuple[int, int], dtype: torch.dtype, bias: bool, times: int = 1) -> _Case:
-        """Build a layer from a weight of a bell curve, so many times."""
-        linear = _linear(shape, dtype, bias, name="bell")
-        with torch.no_grad():
-            linear.weight.mul_(times)
-        return cls.of(subject, subject.build(linear), linear.bias.detach().clone() if bias else torch.zeros(shape[0]))
-
-    @classmethod
-    def of(cls, subject: Layer, layer: nn.Module, bias: Tensor) -> _Case:
-        """Ask a layer for its weight."""
-        return cls(subject, layer, subject.weight(layer).to(torch.float64), bias)
-
-
 @register(
     None,
     "product",
@@ -119,14 +85,17 @@ def product(subject: Layer, context: CheckContext) -> str:
     """Multiply inputs of two to four dimensions, and none, in training and in evaluation mode; and those that hurt."""
     worst = 0.0
     for dtype in subject.dtypes:
-        first, second, *others = _shapes(subject)
+        first, second, *others = layer_shapes(subject)
         sizes = [(first, True), (second, False)]
         sizes += [(shape, True) for shape in large_shapes(subject.column_multiple) if dtype == subject.dtypes[0]]
         for number, (shape, bias) in enumerate(sizes):
-            case = _Case.built(subject, shape, dtype, bias)
+            case = LayerCase.built(subject, shape, dtype, bias)
             worst = max(worst, _hold_plain(case, shape[1], dtype) if number < 2 else 0.0)
             _hold_nonfinite(case, shape[1], dtype)
-            for name, x in {**_hurtful_inputs(shape[1], dtype, bias), "largest": _largest(case, shape[1], dtype)}.items():
+            for name, x in {
+                **hurtful_inputs(shape[1], dtype, bias),
+                "largest": largest_input(case, hurtful("bell", (3, shape[1]), dtype)),
+            }.items():
                 kind = name.partition(",")[0]
                 if kind == "subnormal" and not torch.equal(subject.expected_input(case.layer, x), x):
                     continue  # the scale of such an input is only asked to be above zero
@@ -134,10 +103,10 @@ def product(subject: Layer, context: CheckContext) -> str:
                 case.layer.eval()
                 error = _hold_product(case, x, f"{name}, in evaluation mode", least=_COARSE.get(kind, 0.0))
                 worst = max(worst, 0.0 if kind in _COARSE else error)
-        others += _block_shapes(subject) if dtype == subject.dtypes[0] else []
+        others += block_shapes(subject) if dtype == subject.dtypes[0] else []
         for shape, bias in ((shape, bias) for shape in others for bias in (True, False)):  # one wide, one high, and square
-            case = _Case.built(subject, shape, dtype, bias, times=16)  # else one bias outweighs what a few columns add up to
-            x = _inputs(((7,),), shape[1], dtype)[0]
+            case = LayerCase.built(subject, shape, dtype, bias, times=16)  # else one bias outweighs what a few columns add up to
+            x = plain_inputs(((7,),), shape[1], dtype)[0]
             case.layer.eval()
             worst = max(worst, _hold_product(case, x, f"weight {list(shape)}, in evaluation mode", num_more=0))
             if bias:
@@ -145,16 +114,65 @@ def product(subject: Layer, context: CheckContext) -> str:
     return f"relative error up to {worst:.1e}"
 
 
+@register(
+    None,
+    "conditions_meet",
+    "Any two of shape, bias, dtype, mode, tokens, layout, gradients and size of values may meet: the product as above",
+    kind="layer",
+)
+def conditions_meet(subject: Layer, context: CheckContext) -> str:
+    """Multiply an input for each pair of conditions."""
+    cases = pairwise(
+        {
+            "tokens": _MEETING,
+            "laid": ("as it is", *LAYOUTS, *EXPANDED, *TENSORS),
+            "shape": [*layer_shapes(subject), *large_shapes(subject.column_multiple)],
+            "dtype": subject.dtypes,
+            "values": ("usual", "large", "rows of zeros"),
+            "bias": (True, False),
+            "mode": ("training", "evaluation"),
+            "grad": tuple(GRAD_MODES),
+        }
+    )
+    built: dict[object, LayerCase] = {}
+    for one in cases:
+        key = one["shape"], one["dtype"], one["bias"]
+        if key not in built:
+            built[key] = LayerCase.built(subject, *key, times=16)  # else one bias outweighs what a few columns add up to
+        _hold_meeting(built[key], one)
+    return f"{len(cases)} inputs"
+
+
+# Few tokens, one and many, in two to four dimensions.
+_MEETING = ((7,), (1,), (130,), (2, 3), (1, 1), (2, 65), (2, 3, 2), (1, 1, 1), (2, 5, 13))
+_WAYS: Mapping[str, Callable[[Tensor], Tensor]] = {**LAYOUTS, **EXPANDED, **TENSORS}
+
+
+def _hold_meeting(case: LayerCase, one: Mapping[str, Any]) -> None:
+    x = plain_inputs((one["tokens"],), one["shape"][1], one["dtype"])[0]
+    if one["values"] == "large":
+        x = largest_input(case, x)
+    elif one["values"] == "rows of zeros":
+        x.view(-1, x.shape[-1])[1::2] = 0
+    given = _WAYS.get(one["laid"], torch.clone)(x)
+    case.layer.train(one["mode"] == "training")
+    with GRAD_MODES[one["grad"]]():
+        actual = case.layer(given).detach()
+    bias = "" if one["bias"] else ", no bias"
+    where = f"weight {list(one['shape'])}{bias}, {one['laid']}, {one['values']}, {one['grad']}, in {one['mode']} mode"
+    _hold_output(case, actual, given.detach().clone(memory_format=torch.contiguous_format), where)
+
+
 # Tokens, sequences, a single token, and none; and one step of several sequences, and more dimensions.
 _LEADING = ((7,), (2, 3), (1, 1), (0, 4))
 _MORE_LEADING = ((1,), (3, 1), (2, 3, 2), (3, 3), (2, 2, 3))
 
 
-def _hold_plain(case: _Case, columns: int, dtype: torch.dtype) -> float:
+def _hold_plain(case: LayerCase, columns: int, dtype: torch.dtype) -> float:
     """Inputs of every rank in either mode, again and again, in memory with other values and in every presentation."""
     worst = 0.0
     for leading in (*_LEADING, *_MORE_LEADING):
-        x = _inputs((leading,), columns, dtype)[0]
+        x = plain_inputs((leading,), columns, dtype)[0]
         for mode in ("training", "evaluation"):
             case.layer.train(mode == "training")
             num_more = 0 if leading in _MORE_LEADING else 7 if mode == "training" else 1
@@ -166,10 +184,10 @@ def _hold_plain(case: _Case, columns: int, dtype: torch.dtype) -> float:
     return worst
 
 
-def _hold_nonfinite(case: _Case, columns: int, dtype: torch.dtype) -> None:
+def _hold_nonfinite(case: LayerCase, columns: int, dtype: torch.dtype) -> None:
     """NaN in a token is all over what comes out of it, or is refused, and so is infinity where no quantizer cuts it off; no other knows."""
     case.layer.eval()
-    x = _inputs(((2, 3),), columns, dtype)[0]
+    x = plain_inputs(((2, 3),), columns, dtype)[0]
     for value, place in product_of(NOT_FINITE, ((0, 0, 0), (-1, -1, -1))):
         given = x.clone()
         given[place] = value
@@ -196,36 +214,11 @@ def _answer(layer: nn.Module, x: Tensor, what: str) -> Tensor | None:
     return found
 
 
-def _inputs(leading: Sequence[tuple[int, ...]], columns: int, dtype: torch.dtype) -> list[Tensor]:
-    inputs = [uniform((*sizes, columns), torch.Generator().manual_seed(1)) for sizes in leading]
-    return [x.to(dtype) * torch.arange(1, columns + 1).sqrt().to(dtype) for x in inputs]
+def _hold_product(case: LayerCase, x: Tensor, where: str, *, num_more: int = 1, least: float = 0.0) -> float:
+    return _hold_output(case, _run_again_and_again(case.layer, x, num_more), x, where, least=least, tries_decoys=True)
 
 
-def _hurtful_inputs(columns: int, dtype: torch.dtype, bias: bool) -> dict[str, Tensor]:
-    """Many tokens, large values, rows of zeros; and small ones of each rank, where no bias hides what becomes of them."""
-    many, large = hurtful("bell", (130, columns), dtype), hurtful("large", (3, columns), dtype)
-    many[1::2] *= 64  # a deviation of 1.5, as hidden states have it, beside one of 0.02: what saturates for many tokens only
-    some = hurtful("outliers", (5, columns), dtype)
-    some[1::2] = 0
-    found = {"130 tokens": many, "5 sequences": torch.stack([many.roll(by, 0) for by in range(5)]), "large": large, "rows of zeros": some}
-    found |= {"zeros only": torch.zeros(2, columns, dtype=dtype), "a constant": torch.full((3, columns), 0.3, dtype=dtype)}
-    if not bias:
-        for name in ("small", "tiny", "subnormal"):
-            x = hurtful(name, (3, columns), dtype)
-            found |= {name: x, f"{name}, in sequences": x[None], f"{name}, in four dimensions": x[:, None, None]}
-    return found
-
-
-def _largest(case: _Case, columns: int, dtype: torch.dtype) -> Tensor:
-    """As large as inputs may be while their products, in whatever order they are added up, stay numbers; 2^98 where that is less."""
-    x = hurtful("bell", (3, columns), dtype).to(torch.float64)
-    sums = x.abs() @ case.weight.abs().t()
-    most = min(float(torch.finfo(dtype).max), 2.0**100) / 4
-    return (x * (most / max(float(sums.max()), float(x.abs().max())))).to(dtype)
-
-
-def _hold_product(case: _Case, x: Tensor, where: str, *, num_more: int = 1, least: float = 0.0) -> float:
-    actual = _run_again_and_again(case.layer, x, num_more)
+def _hold_output(case: LayerCase, actual: Tensor, x: Tensor, where: str, *, least: float = 0.0, tries_decoys: bool = False) -> float:
     wide = case.subject.expected_input(case.layer, x).to(torch.float64) @ case.weight.t()
     exact = (wide + case.bias.to(torch.float64)).to(x.dtype)
     if actual.shape != exact.shape or actual.dtype != exact.dtype:
@@ -235,7 +228,7 @@ def _hold_product(case: _Case, x: Tensor, where: str, *, num_more: int = 1, leas
     # In 16 bits a sum in float32 is rounded once; 32 u sqrt(C) would be everything there.
     steps = 32 * x.shape[-1] ** 0.5 if x.dtype.itemsize > 2 else 4
     tier = T3(max_relative_error=max(least, steps * float(torch.finfo(x.dtype).eps)))
-    decoys = vacuous_decoys(exact, tier) if bool(exact.any()) and exact.unique().numel() > 1 else []
+    decoys = vacuous_decoys(exact, tier) if tries_decoys and bool(exact.any()) and exact.unique().numel() > 1 else []
     if decoys and exact.numel() > 1:
         raise CheckFailed(f"the limit {tier} measures nothing: {', '.join(decoys)} would pass")
     result = compare(actual, exact, tier, name="output")
@@ -345,8 +338,8 @@ def every_shape(subject: Layer, context: CheckContext) -> str:
     """Build and run every shape, and move layers to every dtype and back."""
     count = 0
     for dtype in subject.dtypes:
-        for shape in _shapes(subject):
-            layer = subject.build(_linear(shape, dtype)).eval()
+        for shape in layer_shapes(subject):
+            layer = subject.build(float_linear(shape, dtype)).eval()
             x = uniform((2, 3, shape[1]), torch.Generator().manual_seed(2)).to(dtype)
             with torch.no_grad():
                 y = layer(x)
@@ -372,17 +365,19 @@ def copies(subject: Layer, context: CheckContext) -> str:
     """Run what was filled, copied, or built without gradients; then fill and move a copy, and run what it came from."""
     count = 0
     for dtype in subject.dtypes:
-        cases = list(zip(_shapes(subject), (True, False, True), strict=False))
+        cases = list(zip(layer_shapes(subject), (True, False, True), strict=False))
         for shape, bias in cases if dtype == subject.dtypes[0] else cases[:1]:
-            source = subject.build(_linear(shape, dtype, bias, name="bell")).eval()
-            x = _inputs(_LEADING, shape[1], dtype)[0]
+            source = subject.build(float_linear(shape, dtype, bias, name="bell")).eval()
+            x = plain_inputs(_LEADING, shape[1], dtype)[0]
             with torch.no_grad():
                 expected = source(x).clone()
                 for name, made in _offspring(subject, source, shape, dtype, bias, x):
                     what = f"{list(shape)} in {dtype}, {name}"
                     _hold_close(made.eval()(x), expected, f"{what}: another output than the layer that it came from")
                     count += 1
-                _hold_apart(source, subject.build(_linear(shape, dtype, bias, name="outliers", seed=5)), f"{list(shape)} in {dtype}", x)
+                _hold_apart(
+                    source, subject.build(float_linear(shape, dtype, bias, name="outliers", seed=5)), f"{list(shape)} in {dtype}", x
+                )
     return f"{count} layers that came from another"
 
 
@@ -390,7 +385,7 @@ def _offspring(
     subject: Layer, source: nn.Module, shape: tuple[int, int], dtype: torch.dtype, bias: bool, x: Tensor
 ) -> Iterator[tuple[str, nn.Module]]:
     """Layers that must be as their source: with its weight and its bias, whatever they held, unpacked or multiplied before."""
-    *others, left = (subject.build(_linear(shape, dtype, bias, name="outliers", seed=seed)).eval() for seed in (5, 6, 7, 8))
+    *others, left = (subject.build(float_linear(shape, dtype, bias, name="outliers", seed=seed)).eval() for seed in (5, 6, 7, 8))
     for name, other in zip(("filled from a state dict", "filled after it had run", "filled again"), others, strict=True):
         if name != "filled from a state dict":
             other(x)
@@ -406,7 +401,7 @@ def _offspring(
     filled.load_state_dict(source.state_dict())
     yield "a deepcopy that was filled", filled
     yield "moved to the dtype that it has", copy.deepcopy(source).to(dtype)
-    yield "built where gradients are off", subject.build(_linear(shape, dtype, bias, name="bell"))
+    yield "built where gradients are off", subject.build(float_linear(shape, dtype, bias, name="bell"))
 
 
 def _hold_apart(source: nn.Module, other: nn.Module, what: str, x: Tensor) -> None:
@@ -434,19 +429,19 @@ def moves(subject: Layer, context: CheckContext) -> str:
     if torch.float32 not in subject.dtypes:
         raise NothingToCheckError("the subject takes no float32 layers")
     # One where the bias decides, one without, and one of a single output.
-    for shape, bias, times in zip(_shapes(subject), (True, False, True), (1, 1, 16), strict=False):
+    for shape, bias, times in zip(layer_shapes(subject), (True, False, True), (1, 1, 16), strict=False):
         for dtype in (torch.bfloat16, torch.float16):
-            _hold_move(_Case.built(subject, shape, torch.float32, bias, times), dtype)
+            _hold_move(LayerCase.built(subject, shape, torch.float32, bias, times), dtype)
     return "bfloat16 and float16, and back"
 
 
 @torch.no_grad()
-def _hold_move(case: _Case, dtype: torch.dtype) -> None:
+def _hold_move(case: LayerCase, dtype: torch.dtype) -> None:
     """A layer that has run is moved, multiplies there with what it then holds and with its bias, and so it does when it is back."""
-    here, there = (_inputs(_LEADING, case.weight.shape[1], one)[0] for one in (torch.float32, dtype))
+    here, there = (plain_inputs(_LEADING, case.weight.shape[1], one)[0] for one in (torch.float32, dtype))
     case.layer.eval()(here)
     state = {key: value.clone() for key, value in case.layer.state_dict().items()}
-    moved = _Case.of(case.subject, copy.deepcopy(case.layer).to(dtype).eval(), case.bias.to(dtype))
+    moved = LayerCase.of(case.subject, copy.deepcopy(case.layer).to(dtype).eval(), case.bias.to(dtype))
     after = moved.layer.state_dict()
     for key, value in state.items():
         if (value.dtype.itemsize == 1 or not value.is_floating_point()) and freeze(after[key]) != freeze(value):

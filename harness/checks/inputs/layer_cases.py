@@ -1,0 +1,159 @@
+"""What layers are built from and handed: float layers of every shape, plain inputs, those that hurt, and the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.checks.protocols import Layer
+from harness.checks.strategies import hurtful, uniform
+
+
+def float_linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name: str = "spread groups", seed: int = 3) -> nn.Linear:
+    """Make a float layer.
+
+    Args:
+        shape: [R, C] of its weight.
+        dtype: of weight and bias.
+        bias: whether it has one.
+        name: kind of the weight, as `hurtful` has it.
+        seed: of the bias.
+
+    Returns:
+        The layer.
+    """
+    linear = nn.Linear(shape[1], shape[0], bias=bias, dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(hurtful(name, shape, dtype, group=16))
+        if bias:
+            linear.bias.copy_(uniform((shape[0],), torch.Generator().manual_seed(seed)))
+    return linear
+
+
+def layer_shapes(subject: Layer) -> list[tuple[int, int]]:
+    """Name small shapes that a subject takes: one wide, one high, of one output and one column where that may be, and a square.
+
+    Args:
+        subject: of the catalogue.
+
+    Returns:
+        [R, C] each.
+    """
+    multiple = subject.column_multiple
+    if multiple == 1:
+        return [(5, 37), (33, 64), (1, 13), (7, 1), (1, 1), (32, 32)]
+    # In a square of several groups those that run down the columns fit, too.
+    return [(5, 3 * multiple), (33, multiple), (1, 2 * multiple), (2 * multiple, 2 * multiple)]
+
+
+def block_shapes(subject: Layer) -> list[tuple[int, int]]:
+    """Name shapes with as many blocks of usual sizes down as across: 16 x 16 to 128 x 128, and those twice as wide as high.
+
+    Args:
+        subject: of the catalogue.
+
+    Returns:
+        [R, C] each; none where its groups do not fit.
+    """
+    return [] if 256 % subject.column_multiple else [(256, 256), (128, 256)]
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer, the values with which it multiplies and the bias of the float one that it was built from; zeros where that has none."""
+
+    subject: Layer
+    layer: nn.Module
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def built(cls, subject: Layer, shape: tuple[int, int], dtype: torch.dtype, bias: bool, times: int = 1) -> LayerCase:
+        """Build a layer from a weight of a bell curve.
+
+        Args:
+            subject: builds it.
+            shape: [R, C] of the weight.
+            dtype: of the float layer.
+            bias: whether that has one.
+            times: what the weight is multiplied with.
+
+        Returns:
+            The case.
+        """
+        linear = float_linear(shape, dtype, bias, name="bell")
+        with torch.no_grad():
+            linear.weight.mul_(times)
+        return cls.of(subject, subject.build(linear), linear.bias.detach().clone() if bias else torch.zeros(shape[0]))
+
+    @classmethod
+    def of(cls, subject: Layer, layer: nn.Module, bias: Tensor) -> LayerCase:
+        """Ask a layer for its weight.
+
+        Args:
+            subject: that has built it.
+            layer: any of its layers.
+            bias: [R] of the float one.
+
+        Returns:
+            The case.
+        """
+        return cls(subject, layer, subject.weight(layer).to(torch.float64), bias)
+
+
+def plain_inputs(leading: Sequence[tuple[int, ...]], columns: int, dtype: torch.dtype) -> list[Tensor]:
+    """Draw inputs of usual size, no two columns of which are alike.
+
+    Args:
+        leading: sizes in front of the columns, of each.
+        columns: C.
+        dtype: of the inputs.
+
+    Returns:
+        [*leading, C] each.
+    """
+    inputs = [uniform((*sizes, columns), torch.Generator().manual_seed(1)) for sizes in leading]
+    return [x.to(dtype) * torch.arange(1, columns + 1).sqrt().to(dtype) for x in inputs]
+
+
+def hurtful_inputs(columns: int, dtype: torch.dtype, bias: bool) -> dict[str, Tensor]:
+    """Make many tokens, large values, rows of zeros; and small ones of each rank, where no bias hides what becomes of them.
+
+    Args:
+        columns: C.
+        dtype: of the inputs.
+        bias: whether the layer has one.
+
+    Returns:
+        By words for them.
+    """
+    many, large = hurtful("bell", (130, columns), dtype), hurtful("large", (3, columns), dtype)
+    many[1::2] *= 64  # a deviation of 1.5, as hidden states have it, beside one of 0.02: what saturates for many tokens only
+    some = hurtful("outliers", (5, columns), dtype)
+    some[1::2] = 0
+    found = {"130 tokens": many, "5 sequences": torch.stack([many.roll(by, 0) for by in range(5)]), "large": large, "rows of zeros": some}
+    found |= {"zeros only": torch.zeros(2, columns, dtype=dtype), "a constant": torch.full((3, columns), 0.3, dtype=dtype)}
+    if not bias:
+        for name in ("small", "tiny", "subnormal"):
+            x = hurtful(name, (3, columns), dtype)
+            found |= {name: x, f"{name}, in sequences": x[None], f"{name}, in four dimensions": x[:, None, None]}
+    return found
+
+
+def largest_input(case: LayerCase, x: Tensor) -> Tensor:
+    """Scale inputs until they are as large as may be while their products, in whatever order they are added up, stay numbers.
+
+    Args:
+        case: the layer.
+        x: inputs of it; not modified.
+
+    Returns:
+        The inputs, 2^98 at most.
+    """
+    wide = x.to(torch.float64)
+    sums = wide.abs() @ case.weight.abs().t()
+    most = min(float(torch.finfo(x.dtype).max), 2.0**100) / 4
+    return (wide * (most / max(float(sums.max()), float(wide.abs().max()), 1e-30))).to(x.dtype)
