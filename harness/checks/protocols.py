@@ -164,7 +164,7 @@ class Solver(Protocol):
     place, and in H itself; `hessian` for no token at all. `solve` meets H = c I, H that is singular (fewer tokens than columns), with
     columns and rows of zeros (dead inputs), or times 1e-4 to 1e4; an H that has a negative eigenvalue even when damped is an error. Weights
     come in float32 and bfloat16, with one row and with more rows than columns, times 2^-20 to 2^12 and with groups of very different
-    magnitudes.
+    magnitudes. Columns that are no multiple of group_size, so that the last group is not full, are solved or refused with a message.
 
     Attributes:
         kind: "solver".

@@ -192,7 +192,7 @@ class OurSolver:
         divided = like.scale if like.global_scale is None else like.scale / like.global_scale
         scale = divided.reshape(-1, divided.shape[-1]).expand(rows, -1)
         zero = None if like.zero_point is None else like.zero_point.reshape(-1, like.zero_point.shape[-1]).expand(rows, -1)
-        group_C = torch.arange(columns) // (columns // scale.shape[1])
+        group_C = torch.arange(columns) // -(-columns // scale.shape[1])
         grid = Grid(scale, zero, group_C, self.args)
         order = self.order(hessian)
         found = solve_gptq(

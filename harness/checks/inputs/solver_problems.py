@@ -63,7 +63,10 @@ def hessian_of(x: Tensor) -> Tensor:
 
 
 def problems(solver: Solver) -> list[Problem]:
-    """Return problems whose columns suit the solver's groups: ordinary, of one row, square, with more rows than columns, and singular."""
+    """Return problems whose columns suit the solver's groups: ordinary, of one row, square, with more rows than columns, and singular.
+
+    One has a last group that is not full, of whoever takes it.
+    """
     size = solver.group_size or 1
     columns = size * max(1, round(48 / size)) if solver.group_size else 47
     narrow = problem("", 8, columns, 250, seed=5)
@@ -74,7 +77,22 @@ def problems(solver: Solver) -> list[Problem]:
         problem("square", columns, columns, 300, seed=7),
         problem("more rows than columns", columns + 40, columns, 300, seed=6),
         replace(narrow, name="bfloat16", weight=narrow.weight.to(torch.bfloat16)),
+        *_ragged(solver, size),
     ]
+
+
+def _ragged(solver: Solver, size: int) -> list[Problem]:
+    """A problem of four groups, the last of them short by less than there are groups, so that the number of groups says their width."""
+    if size <= 3:
+        return []
+    one = problem("a last group that is not full", 16, 4 * size - 3, 6 * size, seed=10)
+    try:
+        solver.solve([one.weight.clone()], one.hessian.clone())
+    except Exception as error:  # the subject may refuse with any class
+        if not str(error).strip():
+            raise CheckFailed(f"{one.name}: {type(error).__name__} came without a message") from error
+        return []
+    return [one]
 
 
 def wide_problem(solver: Solver) -> Problem:
@@ -89,7 +107,7 @@ def group_of(solved: Solved, columns: int) -> Tensor:
     if solved.group_C is not None:
         return solved.group_C.to(torch.int64)
     groups = solved.quantized.scale.shape[-1] if solved.quantized.scale.ndim > 1 else 1
-    return torch.arange(columns) // (columns // groups)
+    return torch.arange(columns) // -(-columns // groups)
 
 
 def per_value(solved: Solved) -> tuple[Tensor, Tensor]:

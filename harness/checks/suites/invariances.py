@@ -96,7 +96,8 @@ def groups(subject: Solver, context: CheckContext) -> str:
 
     def examined(one: Problem) -> str:
         size = subject.group_size or 1
-        order = torch.arange(one.weight.shape[1]).reshape(-1, size).flip(0).flatten()
+        full, rest = torch.arange(one.weight.shape[1]).tensor_split([one.weight.shape[1] // size * size])
+        order = torch.cat([full.reshape(-1, size).flip(0).flatten(), rest])
         codes = solve(subject, one.weight, one.hessian).quantized.codes
         other = permuted(one, order)
         same_codes(solve(subject, other.weight, other.hessian).quantized.codes, codes[:, order], "groups reversed")

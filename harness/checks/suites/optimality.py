@@ -117,9 +117,10 @@ def parts_agree(subject: Solver, context: CheckContext) -> str:
         limit = 3 * float(torch.finfo(solved.values.dtype).eps) * exact.abs()
         values = solved.values.to(torch.float64)
         refuse((values - exact).abs() > limit, "a value is not (code - zero) * scale of its group", value=values, exact=exact)
-        counts = torch.bincount(group_of(solved, codes.shape[1]))
-        if subject.group_size is not None and bool((counts != subject.group_size).any()):
-            raise CheckFailed(f"groups have {sorted(set(counts.tolist()))} columns, not {subject.group_size}")
+        counts = torch.bincount(group_of(solved, codes.shape[1])).tolist()
+        wanted = [len(part) for part in torch.arange(codes.shape[1]).split(subject.group_size or codes.shape[1])]
+        if sorted(counts) != sorted(wanted):
+            raise CheckFailed(f"groups have {sorted(set(counts))} columns, not {subject.group_size}")
         return "equal"
 
     return each_problem(subject, examined)

@@ -161,3 +161,38 @@ def test_halves_of_a_hessian_may_be_rounded_apart() -> None:
     subject = Wrong(hessian=lambda H: H.double() * (1 + 1e-15 * torch.ones_like(H).triu(1)))
     record = harness.check(subject, checks=["solver.hessian"], draws=False).records[0]
     assert record.outcome is Outcome.PASS, record.summary
+
+
+class Ragged(OurSolver):
+    """Groups are blocks of eight columns; where the last is not full something is done before."""
+
+    def __init__(self, before: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[5, 8]))
+        self._before = before
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        return super().solve(weights, self._before(hessian) if len(hessian) % 8 else hessian, block_size, like)
+
+
+def apart(hessian: Tensor) -> Tensor:
+    """Of the last columns no error is handed on, and none comes to them."""
+    start = len(hessian) // 8 * 8
+    cut = hessian.clone()
+    cut[:start, start:] = cut[start:, :start] = 0
+    return cut
+
+
+def without_a_word(hessian: Tensor) -> Tensor:
+    raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("before", "outcome", "said"),
+    [(as_it_is, Outcome.PASS, "a last group that is not full"), (apart, Outcome.FAIL, "a last group that is not full"),
+     (without_a_word, Outcome.FAIL, "a last group that is not full: ValueError came without a message")],
+)  # fmt: skip
+def test_a_last_group_that_is_not_full_is_solved_like_the_others(before: Callable[[Tensor], Tensor], outcome: Outcome, said: str) -> None:
+    record = harness.check(Ragged(before), checks=["solver.dense_oracle"], draws=False).records[0]
+    assert record.outcome is outcome and said in record.summary, record.summary
