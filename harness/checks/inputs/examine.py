@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError
 from harness.checks.inputs.memory import hold_memory
-from harness.checks.oracles import spread
+from harness.checks.oracles import at_tie, nearest, spread
 from harness.checks.protocols import Quantized, Quantizer
 from harness.checks.strategies import MOST_COLUMNS, MOST_ROWS, fixed_weights, grid_weights
 
@@ -212,3 +212,39 @@ def hold_memory_of(subject: Quantizer, weight: Tensor) -> None:
     hold_memory(subject.quantize, f"quantize {what}", weights)
     hold_memory(lambda values, scale: subject.encode(values, replace(found[0], scale=scale)), f"encode {what}", weights, scales)
     hold_memory(lambda one, scale: subject.dequantize(replace(found[0], codes=one, scale=scale)), f"dequantize {what}", codes, scales)
+
+
+def hold_nearest(grid: Tensor, found: Examined) -> None:
+    """Hold every code against the nearest value of the grid in float64, but for one step at ties.
+
+    Args:
+        grid: all code values in rising order, float64 [K].
+        found: a weight and what was made of it.
+
+    Raises:
+        CheckFailed: a code is another one.
+    """
+    positions = found.positions
+    expected = nearest(positions, grid)
+    excused = at_tie(positions, grid, eps_of(found.weight.dtype), found.reach)
+    one_step = (torch.searchsorted(grid, found.codes) - torch.searchsorted(grid, expected)).abs() <= 1
+    wrong = (found.codes != expected) & ~(excused & one_step)
+    refuse(wrong, "a code is not the nearest one", code=found.codes, nearest=expected, position=positions)
+
+
+def hold_same(found: Quantized, expected: Quantized, what: str) -> None:
+    """Hold what came out of a tensor against what came out of an ordinary one of the same values.
+
+    Args:
+        found: of the tensor.
+        expected: of the ordinary one.
+        what: the tensor, in words.
+
+    Raises:
+        CheckFailed: codes, scales, zero points or the global scale are others.
+    """
+    names = {"codes": "codes", "scale": "scales", "zero_point": "zero points", "global_scale": "global scale"}
+    for key, name in names.items():
+        one, two = getattr(found, key), getattr(expected, key)
+        if (one is None) != (two is None) or (one is not None and not torch.equal(one.to(torch.float64), two.to(torch.float64))):
+            raise CheckFailed(f"{what}: other {name} than those of an ordinary tensor of the same values")

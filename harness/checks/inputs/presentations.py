@@ -72,6 +72,10 @@ GRAD_MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = Mapping
 )
 
 
+# All ways of handing in a tensor of floats, by words.
+WAYS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"as it is": torch.clone, **LAYOUTS, **EXPANDED, **TENSORS})
+
+
 def _with_history(x: Tensor) -> Tensor:
     with torch.enable_grad():
         return x.detach().clone().requires_grad_().clone()

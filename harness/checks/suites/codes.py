@@ -6,12 +6,24 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.examine import Examined, each_weight, eps_of, examine, held_in, hold_memory_of, large_unit, refuse
+from harness.checks.inputs.examine import (
+    Examined,
+    each_weight,
+    eps_of,
+    examine,
+    held_in,
+    hold_memory_of,
+    hold_nearest,
+    hold_same,
+    large_unit,
+    refuse,
+)
 from harness.checks.inputs.planted import POWERS, is_exact, middles_of, power_scales, tied, tied_weights
 from harness.checks.inputs.presentations import GRAD_MODES, layouts, places, presentations
 from harness.checks.oracles import at_tie, nearest, units
@@ -58,17 +70,7 @@ def _every_code(subject: Quantizer) -> str:
 )
 def nearest_codes(subject: Quantizer, context: CheckContext) -> str:
     """Hold every code against the nearest value of the grid in float64."""
-    grid = subject.code_values
-
-    def hold(found: Examined) -> None:
-        positions = found.positions
-        expected = nearest(positions, grid)
-        excused = at_tie(positions, grid, eps_of(found.weight.dtype), found.reach)
-        one_step = (torch.searchsorted(grid, found.codes) - torch.searchsorted(grid, expected)).abs() <= 1
-        wrong = (found.codes != expected) & ~(excused & one_step)
-        refuse(wrong, "a code is not the nearest one", code=found.codes, nearest=expected, position=positions)
-
-    seen = each_weight(subject, context, hold)
+    seen = each_weight(subject, context, partial(hold_nearest, subject.code_values))
     return f"{seen}, {_beside_middles(subject)}"
 
 
@@ -316,22 +318,14 @@ def every_shape(subject: Quantizer, context: CheckContext) -> str:
             larger[1:-1, 2:-1] = weight
             views = {"again": weight, "a transposed view": weight.t().contiguous().t(), "a part of a larger tensor": larger[1:-1, 2:-1]}
             for name, view in views.items():
-                _hold_same(subject.quantize(view), found.quantized, f"{list(shape)} {dtype}, {name}")
+                hold_same(subject.quantize(view), found.quantized, f"{list(shape)} {dtype}, {name}")
                 count += 1
             with torch.no_grad():
-                _hold_same(subject.quantize(weight), found.quantized, f"{list(shape)} {dtype}, where gradients are off")
+                hold_same(subject.quantize(weight), found.quantized, f"{list(shape)} {dtype}, where gradients are off")
         weight = hurtful("spread groups", shapes(subject.column_multiple)[0], dtype, group=max(8, subject.column_multiple))
         count += _hold_presented(subject, weight)
         hold_memory_of(subject, weight)
     return f"{count} shapes, dtypes and layouts"
-
-
-def _hold_same(found: Quantized, expected: Quantized, what: str) -> None:
-    names = {"codes": "codes", "scale": "scales", "zero_point": "zero points", "global_scale": "global scale"}
-    for key, name in names.items():
-        one, two = getattr(found, key), getattr(expected, key)
-        if (one is None) != (two is None) or (one is not None and not torch.equal(one.to(torch.float64), two.to(torch.float64))):
-            raise CheckFailed(f"{what}: other {name} than those of an ordinary tensor of the same values")
 
 
 def _hold_presented(subject: Quantizer, weight: Tensor) -> int:
@@ -340,9 +334,9 @@ def _hold_presented(subject: Quantizer, weight: Tensor) -> int:
     quantized = subject.quantize(weight)
     for name, view, plain in presentations(weight):
         expected = quantized if torch.equal(plain, weight) else subject.quantize(plain)
-        _hold_same(subject.quantize(view), expected, f"{what}, {name}")
+        hold_same(subject.quantize(view), expected, f"{what}, {name}")
         with torch.no_grad():
-            _hold_same(subject.quantize(view), expected, f"{what}, {name}, where gradients are off")
+            hold_same(subject.quantize(view), expected, f"{what}, {name}, where gradients are off")
         count += 1
     for name, view, plain in layouts(quantized.codes):
         one, two = (subject.dequantize(replace(quantized, codes=codes)).to(torch.float64) for codes in (view, plain))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product as product_of
 from typing import Any
@@ -24,7 +24,7 @@ from harness.checks.inputs.layer_cases import (
     plain_inputs,
 )
 from harness.checks.inputs.pairs import pairwise
-from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, LAYOUTS, TENSORS, layouts
+from harness.checks.inputs.presentations import GRAD_MODES, TENSORS, WAYS, layouts
 from harness.checks.protocols import Layer
 from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, uniform
 from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze, module_items
@@ -125,7 +125,7 @@ def conditions_meet(subject: Layer, context: CheckContext) -> str:
     cases = pairwise(
         {
             "tokens": _MEETING,
-            "laid": ("as it is", *LAYOUTS, *EXPANDED, *TENSORS),
+            "laid": tuple(WAYS),
             "shape": [*layer_shapes(subject), *large_shapes(subject.column_multiple)],
             "dtype": subject.dtypes,
             "values": ("usual", "large", "rows of zeros"),
@@ -145,7 +145,6 @@ def conditions_meet(subject: Layer, context: CheckContext) -> str:
 
 # Few tokens, one and many, in two to four dimensions.
 _MEETING = ((7,), (1,), (130,), (2, 3), (1, 1), (2, 65), (2, 3, 2), (1, 1, 1), (2, 5, 13))
-_WAYS: Mapping[str, Callable[[Tensor], Tensor]] = {**LAYOUTS, **EXPANDED, **TENSORS}
 
 
 def _hold_meeting(case: LayerCase, one: Mapping[str, Any]) -> None:
@@ -154,7 +153,7 @@ def _hold_meeting(case: LayerCase, one: Mapping[str, Any]) -> None:
         x = largest_input(case, x)
     elif one["values"] == "rows of zeros":
         x.view(-1, x.shape[-1])[1::2] = 0
-    given = _WAYS.get(one["laid"], torch.clone)(x)
+    given = WAYS[one["laid"]](x)
     case.layer.train(one["mode"] == "training")
     with GRAD_MODES[one["grad"]]():
         actual = case.layer(given).detach()

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.memory import hold_memory
+from harness.checks.inputs.pairs import pairwise
+from harness.checks.inputs.presentations import GRAD_MODES, WAYS
 from harness.checks.oracles import RULES, nearest
 from harness.checks.protocols import Observer, Quantized
 from harness.checks.strategies import NOT_FINITE
@@ -158,21 +160,25 @@ def scale_rule(subject: Observer, context: CheckContext) -> str:
             make = _uneven if kind in _UNEVEN else _placed if kind in _PLACES else _batches
             batches = make(kind, dtype)
             found = subject.observe(batches)
-            flat = torch.cat([x.flatten() for x in batches]).to(torch.float64)[None]
-            scale, zero = RULES[subject.scale_rule](flat, subject.code_values)
-            # Whoever gives a scale in float32 has not measured the width in the dtype of the batches.
-            eps = float(torch.finfo(found.scale.dtype).eps)
-            actual = float(found.scale.to(torch.float64).reshape(()))
-            if abs(actual - float(scale)) > 2 * eps * float(scale):
-                raise CheckFailed(f"{kind} in {dtype}: scale {actual:.9g}, the rule {subject.scale_rule} says {float(scale):.9g}")
-            if zero is not None and found.zero_point is not None:
-                _hold_zero(found, zero, subject, eps, f"{kind} in {dtype}")
+            _hold_rule(subject, found, batches, f"{kind} in {dtype}")
     return f"the rule {subject.scale_rule}"
+
+
+def _hold_rule(subject: Observer, found: Quantized, batches: Sequence[Tensor], what: str) -> None:
+    flat = torch.cat([x.detach().flatten() for x in batches]).to(torch.float64)[None]
+    scale, zero = RULES[str(subject.scale_rule)](flat, subject.code_values)
+    # Whoever gives a scale in float32 has not measured the width in the dtype of the batches.
+    eps = float(torch.finfo(found.scale.dtype).eps)
+    actual = float(found.scale.detach().to(torch.float64).reshape(()))
+    if abs(actual - float(scale)) > 2 * eps * float(scale):
+        raise CheckFailed(f"{what}: scale {actual:.9g}, the rule {subject.scale_rule} says {float(scale):.9g}")
+    if zero is not None and found.zero_point is not None:
+        _hold_zero(found, zero, subject, eps, what)
 
 
 def _hold_zero(found: Quantized, zero: Tensor, subject: Observer, eps: float, what: str) -> None:
     assert found.zero_point is not None
-    actual = float(found.zero_point.to(torch.float64).reshape(()))
+    actual = float(found.zero_point.detach().to(torch.float64).reshape(()))
     wanted = float(zero.clamp(subject.code_values[0], subject.code_values[-1]))
     if abs(actual - wanted) > 0.5 + 4 * eps * float(subject.code_values[-1] - subject.code_values[0]) * 2:
         raise CheckFailed(f"{what}: zero point {actual:g}, the rule {subject.scale_rule} says {wanted:g}")
@@ -277,3 +283,38 @@ def refuses_nothing(subject: Observer, context: CheckContext) -> str:
             continue
         raise CheckFailed(f"{name}: a scale came out of nothing")
     return "no batch, and batches without values"
+
+
+_VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "both signs": lambda draw: draw - 0.4,
+    "positive": lambda draw: draw + 0.1,
+    "negative": lambda draw: -draw - 0.1,
+    "behind a relu": lambda draw: (draw - 0.5).clamp(min=0),
+    "zeros": lambda draw: draw * 0,
+    "a constant": lambda draw: torch.full_like(draw, 0.75),
+    "small": lambda draw: (draw - 0.4) * 2.0**-6,
+    "large": lambda draw: (draw - 0.4) * 2.0**13,
+}
+_MEETING = ((37,), (1,), (1, 16), (6, 1), (130, 16), (2, 3, 16), (2, 65, 17), (2, 2, 3, 8), (2, 5, 13, 16))
+
+
+@register(
+    None,
+    "conditions_meet",
+    "Any two of shape, dtype, layout, gradients and kind of values may meet: the rule, or what an ordinary batch of the same values gives",
+    kind="observer",
+)
+def conditions_meet(subject: Observer, context: CheckContext) -> str:
+    """Observe a batch for each pair of conditions."""
+    cases = pairwise({"laid": tuple(WAYS), "shape": _MEETING, "values": tuple(_VALUES), "dtype": _DTYPES, "grad": tuple(GRAD_MODES)})
+    for one in cases:
+        draw = torch.rand(one["shape"], generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        batch = WAYS[one["laid"]](_VALUES[one["values"]](draw).to(one["dtype"]))
+        what = f"{one['values']} {list(batch.shape)} in {one['dtype']}, {one['laid']}, {one['grad']}"
+        with GRAD_MODES[one["grad"]]():
+            found = subject.observe([batch])
+        if subject.scale_rule is None:
+            _same(found, subject.observe([batch.detach().clone(memory_format=torch.contiguous_format)]), what)
+        elif bool(batch.any()):
+            _hold_rule(subject, found, [batch], what)
+    return f"{len(cases)} batches"

@@ -10,7 +10,9 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.memory import hold_memory
-from harness.checks.inputs.presentations import layouts, places
+from harness.checks.inputs.pairs import pairwise
+from harness.checks.inputs.presentations import EXPANDED, layouts, places
+from harness.checks.inputs.presentations import LAYOUTS as LAID
 from harness.checks.oracles import LAYOUTS, bits_behind
 from harness.checks.protocols import Packer
 
@@ -222,3 +224,38 @@ def _must_refuse(subject: Packer, codes: Tensor, what: str) -> None:
             raise CheckFailed(f"{what}: {type(error).__name__} came without a message") from error
         return
     raise CheckFailed(f"{what} was packed into {subject.bits} bits")
+
+
+# Rows, and columns in units of those that a word needs; the other way round where words run down the columns.
+_MEETING = ((3, 13), (13, 13), (1, 13), (5, 1), (521, 3), (3, 1031))
+
+
+@register(
+    None,
+    "conditions_meet",
+    "Any two of shape, rank, layout and kind of codes may meet: they come back, packed as a copy is",
+    kind="packer",
+)
+def conditions_meet(subject: Packer, context: CheckContext) -> str:
+    """Pack codes for each pair of conditions."""
+    wide, ways = subject.column_multiple, {"as they are": torch.clone, **LAID, **EXPANDED}
+    cases = pairwise(
+        {
+            "laid": tuple(ways),
+            "shape": [*_MEETING, *(((13,), (1,), (1031,)) if 1 in subject.ranks and subject.packed_dim != -2 else ())],
+            "leading": [(2,) * (rank - 2) for rank in subject.ranks if rank > 1],
+            "codes": ("drawn", "all the first", "all the last"),
+        }
+    )
+    for one in cases:
+        *rows, columns = one["shape"]
+        shape = (*rows, columns * wide) if subject.packed_dim != -2 else (columns * wide, *rows)
+        codes = _drawn_codes(subject, (*one["leading"], *shape) if rows else shape)
+        if one["codes"] != "drawn":
+            codes.fill_(subject.code_values[-1 if one["codes"] == "all the last" else 0])
+        view = ways[one["laid"]](codes)
+        plain = view.clone(memory_format=torch.contiguous_format)
+        _comes_back(subject, plain)
+        if not torch.equal(subject.pack(view), subject.pack(plain)):
+            raise CheckFailed(f"{one['laid']} of {list(view.shape)}, {one['codes']}: packs to other words than its copy")
+    return f"{len(cases)} tensors of codes"

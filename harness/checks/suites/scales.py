@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.examine import Examined, each_weight, examine, held_in, refuse
-from harness.checks.inputs.presentations import GRAD_MODES, places, presentations
+from harness.checks.inputs.examine import Examined, each_weight, examine, held_in, hold_nearest, hold_same, refuse
+from harness.checks.inputs.pairs import pairwise
+from harness.checks.inputs.presentations import GRAD_MODES, WAYS, places, presentations
 from harness.checks.oracles import RULES, e4m3_grid, units
 from harness.checks.protocols import Quantizer
 from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, shapes
@@ -236,3 +237,36 @@ def _errors(subject: Quantizer, weight: Tensor) -> Tensor:
     found = examine(subject, weight)
     errors = (found.values.to(torch.float64) - found.exact).abs().pow(2.4)
     return units(errors, found.unit).nan_to_num(nan=0.0).sum(1)
+
+
+@register(
+    None,
+    "conditions_meet",
+    "Any two of shape, dtype, layout, gradients and kind of values may meet: the nearest codes, and those of an ordinary tensor",
+    kind="quantizer",
+)
+def conditions_meet(subject: Quantizer, context: CheckContext) -> str:
+    """Quantize a weight for each pair of conditions."""
+    multiple = subject.column_multiple
+    square = (16, 16) if multiple == 1 else (2 * multiple, 2 * multiple)
+    cases = pairwise(
+        {
+            "laid": tuple(WAYS),
+            "shape": [*shapes(multiple), square, *large_shapes(multiple)[:2]],
+            "values": ("spread groups", "bell", "dead groups", "positive", "outliers"),
+            "dtype": subject.dtypes,
+            "grad": tuple(GRAD_MODES),
+        }
+    )
+    for one in cases:
+        weight = WAYS[one["laid"]](hurtful(one["values"], one["shape"], one["dtype"], group=max(8, multiple)))
+        what = f"{one['values']} {list(weight.shape)} {one['dtype']}, {one['laid']}, {one['grad']}"
+        plain = weight.detach().clone(memory_format=torch.contiguous_format)
+        found = examine(subject, plain)
+        try:
+            hold_nearest(subject.code_values, found)
+        except CheckFailed as broken:
+            raise CheckFailed(f"{what}: {broken}") from broken
+        with GRAD_MODES[one["grad"]]():
+            hold_same(subject.quantize(weight), found.quantized, what)
+    return f"{len(cases)} weights"

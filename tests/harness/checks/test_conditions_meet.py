@@ -1,0 +1,62 @@
+"""Who is wrong only where two conditions meet is told: every pair of them is shown, in few cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+import harness
+from compressor.numerics import QuantizationArgs
+from harness.checks.adapters.ours import OurObserver, OurPacker, OurQuantizer
+from harness.checks.inputs.pairs import pairwise
+from harness.checks.protocols import Quantized
+from tests.harness.checks.test_planted_layers import Subject, where
+
+
+def test_every_two_values_of_two_factors_meet_in_few_cases() -> None:
+    factors = {"a": range(9), "b": range(5), "c": "xyz", "d": (True, False), "e": range(4)}
+    cases = pairwise(factors)
+    for one, other in combinations(factors, 2):
+        assert {(case[one], case[other]) for case in cases} == {(x, y) for x in factors[one] for y in factors[other]}
+    assert len(cases) < 2 * 9 * 5 and cases == pairwise(factors)
+
+
+class SquareViews(OurQuantizer):
+    def quantize(self, weight: Tensor) -> Quantized:
+        is_hit = weight.shape[0] == weight.shape[1] and not weight.is_contiguous()
+        return super().quantize(weight * 0.5 if is_hit else weight)
+
+
+class WideConstants(OurPacker):
+    def pack(self, codes: Tensor) -> Tensor:
+        is_hit = codes.shape[-1] > 512 and codes.numel() > 0 and bool((codes == codes.flatten()[0]).all())
+        return super().pack(codes * 0 if is_hit else codes)
+
+
+class PositiveViews(OurObserver):
+    def observe(self, batches: Sequence[Tensor]) -> Quantized:
+        found = super().observe(batches)
+        is_hit = any(not batch.is_contiguous() and bool((batch > 0).all()) for batch in batches)
+        return Quantized(found.codes, found.scale * 2, found.zero_point) if is_hit else found
+
+
+INT4 = QuantizationArgs(num_bits=4, group_size=16)
+STATIC = QuantizationArgs(num_bits=8, strategy="tensor")
+WRONG: dict[str, tuple[Any, str]] = {
+    "a square weight that is a view": (SquareViews(INT4), "[32, 32]"),
+    "equal codes of a long row": (WideConstants(4), "1031"),
+    "values above zero in a view": (PositiveViews(STATIC), "[130, 16]"),
+    "a view of one token": (Subject(where(lambda self, x: not x.is_contiguous() and x.shape[:-1].numel() == 1)), "an input of [1"),
+    "large values in four dimensions": (Subject(where(lambda self, x: x.dim() == 4 and bool((x.abs() > 1e4).any()))), "large"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_who_is_wrong_where_two_conditions_meet_is_told(name: str) -> None:
+    subject, says = WRONG[name]
+    report = harness.check(subject, checks=[f"{subject.kind}.conditions_meet"], draws=False)
+    assert report.verdict.value == "regression" and says in report.records[0].summary, report.to_text()
