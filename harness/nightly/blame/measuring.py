@@ -177,7 +177,7 @@ class CommandMeasure:
             log,
             seconds=Limits().minutes * 60,
             memory=None,
-            cwd=self._repository.at(Path.cwd(), tree),
+            cwd=self._repository.folder_at(Path.cwd(), tree),
             environment=variables_of(self._repository, tree),
         )
         measured, missing = _found(history, self.metric)  # a test that fails has measured, too

@@ -71,7 +71,8 @@ class Repository:
             UserInputError: there is none of that name here.
         """
         try:
-            line = _git(self.top, "log", "-1", "--format=%H%x00%an%x00%as%x00%s", f"{revision}^{{commit}}", "--")
+            named = _git(self.top, "rev-parse", "--verify", "--quiet", "--end-of-options", revision)  # which may be words of a message
+            line = _git(self.top, "log", "-1", "--format=%H%x00%an%x00%as%x00%s", f"{named}^{{commit}}", "--")
         except HarnessError as error:
             raise UserInputError(f"{where}: {revision!r} is no commit of {self.top}; fetch it, or name another") from error
         return Commit(*line.split("\0"))
@@ -128,6 +129,26 @@ class Repository:
         if self.holds(path):
             raise UserInputError(f"{name}: is not in this commit, and what lies there now is another one's; compare commits that have it")
         return path
+
+    def folder_at(self, path: Path, tree: Path) -> Path:
+        """Return where a command runs in a working tree, however it was started.
+
+        Args:
+            path: absolute, a folder.
+            tree: of a commit; a folder that no commit holds is made in it.
+
+        Returns:
+            The folder in the tree; the path itself where that lies outside of the repository.
+
+        Raises:
+            UserInputError: as `at`.
+        """
+        resolved = path.resolve()
+        if self.holds(path) or not resolved.is_relative_to(self.top):
+            return self.at(path, tree)
+        made = tree / resolved.relative_to(self.top)
+        made.mkdir(parents=True, exist_ok=True)
+        return made
 
     def holds(self, path: Path) -> bool:
         """Return whether a path, or something below it, is tracked: trees have their own."""

@@ -300,6 +300,25 @@ def test_a_command_measures_the_code_of_each_commit_and_a_second_search_measures
     assert "change 2" in capsys.readouterr().out and logs == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("command.log")}
 
 
+def test_a_folder_that_no_commit_holds_is_made_in_the_tree_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Started there, the command had measured the files of the user, and written among them."""
+    git(tmp_path, "init", "-q")
+    texts = [f"def cost(place):\n    return 1 + place * {factor}\n" for factor in (1, 2, 2)]
+    commits = [commit(tmp_path, f"change {place}", **{"work.py": text, "measure.py": MEASURE}) for place, text in enumerate(texts)]
+    started = tmp_path / "out"
+    started.mkdir()
+    monkeypatch.chdir(started)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+    command = "sh -c 'cd .. && echo text > written && python measure.py {history}'"
+    kept = tmp_path.parent / f"{tmp_path.name}-kept"
+    asked = ["--good", commits[0], "--bad", ":/change 2", "--quiet", "--output-dir", str(kept)]
+    assert main(["nightly", "blame", "cost", "--command", command, *asked]) == 1
+    assert "change 1" in capsys.readouterr().out
+    assert not (tmp_path / "written").exists() and not [*started.iterdir()]
+
+
 def test_what_a_script_that_no_commit_holds_has_measured_goes_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
