@@ -107,6 +107,7 @@ class Runner:
         self.night = datetime.now(UTC).date().isoformat() if night is None else night
         check_text("night", self.night)
         self.revision = current_revision(config.root) if revision is None else revision
+        self._is_own_tree = revision is None
         self.history = History(config.history)
         self.environments = {device: current_environment(device) for device in config.devices}
 
@@ -174,9 +175,19 @@ class Runner:
         except HarnessError as error:
             return self._write(cell, attempt, CellOutcome.ERROR, str(error), None, {})
         outcome, summary, metrics = self._read(cell, ended, log, result)
+        if moved := self._moved():
+            return self._write(cell, attempt, CellOutcome.ERROR, f"{moved}; {summary}", ended, {})
         if ended.strays:
             summary = f"{summary}; processes that had detached themselves from it were ended: {ended.strays}"
         return self._write(cell, attempt, outcome, summary, ended, metrics)
+
+    def _moved(self) -> str:
+        """Whether the tree is at another commit than when the night began: what was measured is then that of none, or of another."""
+        now = current_revision(self.config.root).removesuffix("-dirty") if self._is_own_tree else ""
+        was = self.revision.removesuffix("-dirty")
+        return (
+            f"the commit moved from {was[:12] or 'none'} to {now[:12]}, and nothing is filed" if now not in ("", was) else ""
+        )
 
     def _command(self, cell: Cell, stem: Path, result: Path) -> list[str]:
         values = {

@@ -182,6 +182,16 @@ def test_cells_run_beside_the_config_and_its_commit_is_noted_wherever_the_histor
     assert (tmp_path / "ran").exists() and row.outcome == "pass" and len(row.revision) == 40
 
 
+def test_cells_behind_a_commit_of_somebody_are_filed_under_none(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    again = "git -c user.name=n -c user.email=e commit -q --allow-empty -m m"
+    subprocess.run(again.split(), check=True, cwd=tmp_path)
+    rows = run(tmp_path, commands={"a": python("pass"), "b": again, "c": python("pass")}, retries=0).rows
+    assert [row.outcome for row in rows] == ["pass", "error", "error"]
+    assert all("the commit moved from " in row.summary for row in rows[1:])
+    assert History(tmp_path / "nightly.sqlite").metrics() == ["a/seconds"]
+
+
 def test_attempts_are_rows_and_the_last_one_counts(tmp_path: Path) -> None:
     once = python("import pathlib, sys; p = pathlib.Path('tried'); there = p.exists(); p.touch(); sys.exit(0 if there else 9)")
     found = run(tmp_path, commands={"c": once}, retries=3)
