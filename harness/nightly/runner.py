@@ -185,9 +185,7 @@ class Runner:
         """Whether the tree is at another commit than when the night began: what was measured is then that of none, or of another."""
         now = current_revision(self.config.root).removesuffix("-dirty") if self._is_own_tree else ""
         was = self.revision.removesuffix("-dirty")
-        return (
-            f"the commit moved from {was[:12] or 'none'} to {now[:12]}, and nothing is filed" if now not in ("", was) else ""
-        )
+        return f"the commit moved from {was[:12] or 'none'} to {now[:12]}, and nothing is filed" if now not in ("", was) else ""
 
     def _command(self, cell: Cell, stem: Path, result: Path) -> list[str]:
         values = {

@@ -417,6 +417,11 @@ def _refuse_layout(tensors: Sequence[Any], place: str) -> None:
                 f"{place} works on zeros without memory{caller()}, which forward-mode differentiation makes; "
                 "differentiate backwards (torch.func.vjp, jacrev, autograd.grad), or use mode='eager'"
             )
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise ReplayError(
+                f"{place} works on a {type(tensor).__name__}{caller()}, which stands for others by __torch_dispatch__; unwrap it in "
+                "front of the step, or use mode='eager'"
+            )
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "a nested tensor" if tensor.is_nested else f"a tensor of layout {tensor.layout}"
             raise DynamicShapeError(f"{place} works on {kind}, whose size depends on data; use dense tensors (Embedding(sparse=False))")
