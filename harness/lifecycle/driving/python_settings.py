@@ -8,6 +8,7 @@ import gc
 import locale
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -35,15 +36,15 @@ def _umask() -> int:
 def _decimal() -> tuple[Any, ...]:
     """How decimal numbers are computed, without the flags that every computation sets."""
     context = decimal.getcontext()
-    return *(getattr(context, name) for name in _DECIMAL), frozenset(signal for signal, is_on in context.traps.items() if is_on)
+    return *(getattr(context, name) for name in _DECIMAL), frozenset(trap for trap, is_on in context.traps.items() if is_on)
 
 
 def _set_decimal(value: tuple[Any, ...]) -> None:
     context = decimal.getcontext()
     for name, one in zip(_DECIMAL, value, strict=False):
         setattr(context, name, one)
-    for signal in context.traps:
-        context.traps[signal] = signal in value[-1]
+    for trap in context.traps:
+        context.traps[trap] = trap in value[-1]
 
 
 def _handlers() -> list[logging.Handler]:
@@ -59,9 +60,33 @@ def _collect(enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
 
 
+def _signal_handlers() -> dict[str, Any]:
+    return {number.name: signal.getsignal(number) for number in signal.Signals}
+
+
+def _set_signal_handlers(handlers: dict[str, Any]) -> None:
+    """Python sets them in its main thread alone, and none that it did not set."""
+    for name, handler in handlers.items() if threading.current_thread() is threading.main_thread() else ():
+        if handler is not None and signal.getsignal(signal.Signals[name]) is not handler:
+            signal.signal(signal.Signals[name], handler)
+
+
+def _stop_timer(is_on: bool) -> None:
+    if not is_on:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 _affinity: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = (
     {"processors": (lambda: os.sched_getaffinity(0), lambda value: os.sched_setaffinity(0, value))}
     if hasattr(os, "sched_getaffinity")
+    else {}
+)
+_signals: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = (
+    {
+        "handlers of signals": (_signal_handlers, _set_signal_handlers),
+        "timer of signals": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, _stop_timer),
+    }
+    if hasattr(signal, "getitimer")
     else {}
 )
 PYTHON_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
@@ -70,11 +95,15 @@ PYTHON_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = 
         "module search path": (lambda: list(sys.path), lambda value: sys.path.__setitem__(slice(None), value)),
         "garbage collection": (gc.isenabled, _collect),
         "thresholds of garbage collection": (gc.get_threshold, lambda value: gc.set_threshold(*value)),
+        "callbacks of garbage collection": (lambda: list(gc.callbacks), lambda value: gc.callbacks.__setitem__(slice(None), value)),
         "recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
         "switch interval": (sys.getswitchinterval, sys.setswitchinterval),
         "longest integers as text": (sys.get_int_max_str_digits, sys.set_int_max_str_digits),
         "profiler": (sys.getprofile, sys.setprofile),
         "tracer": (sys.gettrace, sys.settrace),
+        "profiler of threads": (threading.getprofile, threading.setprofile),
+        "tracer of threads": (threading.gettrace, threading.settrace),
+        **_signals,
         **{f"sys.{name}": attribute(sys, name) for name in ("stdin", "stdout", "stderr", "excepthook", "unraisablehook", "displayhook")},
         "threading.excepthook": attribute(threading, "excepthook"),
         "warnings.showwarning": attribute(warnings, "showwarning"),

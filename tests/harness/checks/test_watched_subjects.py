@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,18 @@ SCHEME = QuantizationScheme(targets=["Linear"], weights=INT4)
 class Draws(OurQuantizer):
     def encode(self, values: Tensor, like: Quantized) -> Tensor:
         random.random()
+        return super().encode(values, like)
+
+
+class Catches(OurQuantizer):
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        signal.signal(signal.SIGUSR1, lambda *given: None)
+        return super().encode(values, like)
+
+
+class Counts(OurQuantizer):
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        gc.callbacks.append(lambda *given: None)
         return super().encode(values, like)
 
 
@@ -156,6 +170,8 @@ def _transform(function: Any) -> InPlaceTransform:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "a quantizer draws": (Draws(INT4), "encode() has changed something of the process: random"),
+    "a quantizer catches signals": (Catches(INT4), "encode() has changed something of the process: handlers of signals: process changed"),
+    "a quantizer watches the collector": (Counts(INT4), "callbacks of garbage collection: process changed: 0 before, 1 after"),
     "encode writes into values": (WritesBack(INT4), "encode() has changed the values that it was given"),
     "words in one buffer": (OneBuffer(4), "pack() has changed what pack() returned before"),
     "an observer clips": (Clips(QuantizationArgs(strategy="tensor")), "observe() has changed the batches that it was given"),
