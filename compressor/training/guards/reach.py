@@ -126,6 +126,8 @@ class Walk:
             for key, value in part.__dict__.items():
                 if key not in BOOKS or key == "forward":
                     yield from self._within(value, f"attribute '{key}' of {where}", _DEPTH)
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                self._of_tensor_class(type(tensor))
             self._waiting += ((hook, f"a hook of {where}") for table in HOOKS for hook in part.__dict__[table].values() if runs(hook))
 
     def _of_method(self, method: MethodType, name: str) -> Found:
@@ -214,7 +216,10 @@ class Walk:
         """Note what a value is or holds: functions, modules, classes and objects, those in containers too."""
         kind = type(value)
         self._waiting += ((function, function.__qualname__) for function in _of_operator(value))
-        if kind in PLAIN or isinstance(value, _OPAQUE) or kind.__module__.startswith(TORCH_S_OWN) or depth < 0:
+        self._of_tensor_class(kind)
+        # A class of tensors is made by one of torch's own, and is none of its books.
+        is_torchs = kind.__module__.startswith(TORCH_S_OWN) and not isinstance(value, type)
+        if kind in PLAIN or isinstance(value, _OPAQUE) or is_torchs or depth < 0:
             return
         if isinstance(value, FunctionType | MethodType | partial):
             self._waiting.append((value, str(getattr(value, "__qualname__", name))))
@@ -232,6 +237,11 @@ class Walk:
             elif len(self._held) < _MAX_OBJECTS:
                 self._held.append(_Held(value, name, depth))
                 yield from self._of_own(value, name, depth)
+
+    def _of_tensor_class(self, kind: type) -> None:
+        """The class of a tensor that is no plain one computes for every operator what it likes."""
+        if issubclass(kind, Tensor) and not is_foreign(kind.__module__):
+            self.classes.setdefault(kind, set())
 
     def _of_own(self, value: object, name: str, depth: int) -> Found:
         """The class and the slots of an object that is no library's."""
@@ -268,7 +278,8 @@ class Walk:
         """Methods that Python calls by itself, as operators do."""
         own = [vars(base) for base in cls.__mro__ if not is_foreign(base.__module__)]
         aside = _ASIDE - _OF_MAKING if cls in self._named else _ASIDE
-        return {key for space in own for key, value in space.items() if key.startswith("__") and isinstance(value, FunctionType)} - aside
+        kinds = (FunctionType, classmethod, staticmethod)
+        return {key for space in own for key, value in space.items() if key.startswith("__") and isinstance(value, kinds)} - aside
 
     def _of_member(self, cls: type, key: str) -> Found:
         member = inspect.getattr_static(cls, key, MISSING)

@@ -179,7 +179,34 @@ def operator_by_its_name() -> Case:
     return Case(lambda: torch.ops.hidden_variables.scaled(torch.ones(())), lambda: _RATES.__setitem__(0, 2.0))
 
 
+class Scaled(Tensor):
+    factor = 1.0
+
+    def scaled(self) -> Tensor:
+        return self * type(self).factor
+
+
+def method_of_a_tensor() -> Case:
+    Scaled.factor = 1.0
+    return Case(lambda: torch.ones(()).as_subclass(Scaled).scaled().as_subclass(Tensor), lambda: setattr(Scaled, "factor", 2.0))
+
+
+class Overriding(Tensor):
+    rate = 1.0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found * cls.rate if func is torch.relu else found
+
+
+def override_of_a_tensor() -> Case:
+    Overriding.rate = 1.0
+    return Case(lambda: torch.relu(torch.ones(()).as_subclass(Overriding)).as_subclass(Tensor), lambda: setattr(Overriding, "rate", 2.0))
+
+
 CASES = (
+    *(method_of_a_tensor, override_of_a_tensor),
     *(operator, operator_by_its_name),
     *(module_attribute, environment, getenv, member_of_a_set, end_of_a_deque, slot, class_attribute),
     *(behind_a_property, context_variable, bound_by_partial, method_of_an_object),

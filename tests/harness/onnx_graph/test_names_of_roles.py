@@ -364,5 +364,5 @@ def test_a_graph_that_is_not_valid_is_named() -> None:
     maker = Maker()
     maker.layer("x", "y")
     maker.op("Identity", ["x"], "y")
-    with pytest.raises(UserInputError, match="the model is not valid"):
+    with pytest.raises(UserInputError, match="'y' is the name of another value, too, and of an output of a node"):
         census(maker.model())
