@@ -15,7 +15,7 @@ from compressor.model.checkpoints.format import check_schemes, hides_weight, unp
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.unfuse import weight_converters
 from compressor.model.folder import some
-from compressor.model.targets import ends_of, other_names, text_config
+from compressor.model.targets import ends_of, other_names, outward, text_config
 from compressor.nn import QuantizedLayer
 from compressor.nn.attention.kv_cache import KV_SCALES, attention_modules, cache_argument, kv_args
 from compressor.nn.experts import UnfusedExperts
@@ -155,12 +155,15 @@ def _class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) ->
     for name, scheme in schemes.items():
         if name in there and hides_weight(scheme) and not isinstance(there[name], QuantizedLayer):
             there[name]._parameters.pop("weight", None)
-    for module in there.values():
+    asked = {name: module for name, module in there.items() if isinstance(module, PreTrainedModel)}  # each for what is its own
+    for name, module in there.items():
+        owner = next(asked[place] for place in outward(name) if place in asked)
         try:
-            twin._init_weights(module)
+            owner._init_weights(module)
         except AttributeError as error:
             return [
-                f"transformers does not load quantized layers of {type(model).__name__} ({error}, of which its _init_weights asks); "
+                f"transformers does not load quantized layers of {type(model).__name__} ({error}, of which the _init_weights of "
+                f"{type(owner).__name__} asks); "
                 "compressor.load_compressed reads the checkpoint"
             ]
         except (RuntimeError, NotImplementedError):  # asks for values, which are not here

@@ -21,6 +21,7 @@ from compressor.model.checkpoints.save import save_checkpoint
 from compressor.model.loading.empty import load_empty
 from compressor.model.loading.load import load_model, quiet_transformers
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from harness.traceability.architectures import zoo
 from tests import tiny
 
 BF16_ONLY = {"NVFP4", "MXFP4", "MXFP4XFP8", "MXFP8"}
@@ -194,6 +195,22 @@ def test_a_class_that_cannot_read_its_own_checkpoint_is_said_before_the_run(kind
             transformers_logits(tmp_path / "out", ids)
     else:
         assert torch.equal(transformers_logits(tmp_path / "out", ids), logits(model, ids))
+
+
+@pytest.mark.parametrize(("name", "owner"), [("gemma3_vision", "SiglipVisionModel"), ("siglip", "SiglipTextModel"), ("llava", "")])
+def test_a_tower_that_cannot_read_its_layers_is_said_as_its_class(name, owner, tmp_path):
+    """Each model inside of a model fills what is its own by its own rules."""
+    weights = {"num_bits": 8, "strategy": "channel"}
+    scheme = QuantizationModifier(config_groups={"g": {"targets": ["Linear"], "weights": weights}}, ignore=["re:.*lm_head"])
+    model = zoo()[name].build(0)
+    result = oneshot(model, recipe=scheme, output_dir=tmp_path / "out")
+    said = [note for note in result.report.notes if f"of which the _init_weights of {owner or 'any'} asks" in note]
+    assert bool(said) is bool(owner), result.report.notes
+    if owner:
+        with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+            type(model).from_pretrained(tmp_path / "out")
+    else:
+        type(model).from_pretrained(tmp_path / "out")
 
 
 def test_a_head_that_the_config_calls_tied_and_that_differs_is_not_quantized(make_model, token_ids, tmp_path):
