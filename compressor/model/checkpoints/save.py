@@ -270,7 +270,7 @@ def _write_pretrained(
     rotated = rotated_modules(model)
     matrices = rotation_tensors(model) if rotated else {}
     renamed = stored_names(model, [*schemes, *unquantized_linears(model), *rotated]) if schemes or rotated else {}
-    state = _untie(model, config, state) | matrices
+    state = _untie(model, config, state) | _as_in_model(model, matrices, renamed)
     described = config_of(model, schemes, renamed, transform_config(model, renamed) if rotated else None)
     if described is not None:
         config.quantization_config = with_expert_settings(described, model, schemes, renamed)
@@ -285,6 +285,14 @@ def _write_pretrained(
     if model.can_generate():
         model.generation_config.to_json_file(folder / "generation_config.json")
     _read_back(folder, _quantized_keys(model, shapes, schemes) | {key: matrix.shape for key, matrix in matrices.items()})
+
+
+def _as_in_model(model: PreTrainedModel, matrices: Mapping[str, Tensor], renamed: Mapping[str, str]) -> dict[str, Tensor]:
+    """Matrices of rotations under the names of the model's own modules, which transformers renames as it saves, once and not twice."""
+    owners = {on_disk: name for name, on_disk in renamed.items()}
+    own = {key: ".".join((owners.get(place, place), *rest)) for key in matrices for place, *rest in [key.rsplit(".", 2)]}
+    stored = stored_keys(model, list(own.values()))
+    return {own[key] if stored[own[key]] == key else key: matrix for key, matrix in matrices.items()}
 
 
 def _untie(model: PreTrainedModel, config: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

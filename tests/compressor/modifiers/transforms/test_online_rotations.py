@@ -173,6 +173,19 @@ def test_what_is_saved_again_is_the_same(tmp_path: Path) -> None:
         load_compressed(tmp_path / "out", device="cpu").save_pretrained(tmp_path / "floats", save_compressed=False)
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_matrices_of_modules_that_files_name_otherwise_are_written_and_read(name: str, tmp_path: Path) -> None:
+    """transformers renames what it saves: a matrix under the name that files have had been renamed twice."""
+    model, ignore = zoo()[name].build(0), ["re:.*lm_head"]
+    groups = {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}}
+    recipe = [QuIPModifier(rotations=["u"], ignore=ignore), QuantizationModifier(config_groups=groups, ignore=ignore)]
+    oneshot(model, recipe=recipe, output_dir=tmp_path / "out")
+    read = load_compressed(tmp_path / "out", model_class=type(model).__name__, device="cpu")
+    batch = sample_batches(model, "vision").batches[0]
+    with torch.no_grad():
+        assert torch.equal(read(**batch).logits, model(**batch).logits)
+
+
 def test_the_end_of_an_mlp_is_found_where_the_first_token_is_zero_everywhere() -> None:
     model = llama()
     with torch.no_grad():
