@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import onnx
 
-from harness.onnx_graph.graph.reading import inlined
+from harness.onnx_graph.graph.local_functions import inlined
 from harness.onnx_graph.graph.view import DATA_INPUTS
 
 _MOVES = frozenset(

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx.inliner import inline_local_functions
 
 from compressor.errors import UserInputError
+from harness.onnx_graph.graph.local_functions import inlined
 
 
 def read_proto(source: Any) -> onnx.ModelProto:
@@ -118,27 +118,6 @@ def _loaded(proto: onnx.ModelProto, file: str) -> ir.Model:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as error:
         raise UserInputError(f"{file}: the model is not valid ({error.__cause__ or error}); check it with onnx.checker") from error
-
-
-def inlined(proto: onnx.ModelProto, file: str = "graph") -> onnx.ModelProto:
-    """Write the local functions of a model out where they are called.
-
-    Args:
-        proto: not modified.
-        file: where it is from, for errors.
-
-    Returns:
-        A model without local functions.
-
-    Raises:
-        UserInputError: the functions are not valid.
-    """
-    from onnx.checker import ValidationError
-
-    try:
-        return inline_local_functions(proto)
-    except (ValidationError, RuntimeError) as error:  # the inliner's own assertions
-        raise UserInputError(f"{file}: its local functions cannot be inlined ({error}); check it with onnx.checker") from error
 
 
 def _check_order(proto: onnx.ModelProto, file: str) -> None:

@@ -1,0 +1,71 @@
+"""Local functions, written out where they are called as onnxruntime runs them, or refused: onnx's own inliner leaves some as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import onnx
+from onnx.inliner import inline_local_functions
+
+from compressor.errors import UserInputError
+
+_Functions = Mapping[tuple[str, str, str], onnx.FunctionProto]
+
+
+def inlined(proto: onnx.ModelProto, file: str = "graph") -> onnx.ModelProto:
+    """Write the local functions of a model out where they are called.
+
+    Args:
+        proto: not modified.
+        file: where it is from, for errors.
+
+    Returns:
+        A model without local functions.
+
+    Raises:
+        UserInputError: the functions are not valid, or what of them runs is not known.
+    """
+    from onnx.checker import ValidationError
+
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    functions = {_id(one.domain, one.name, one.overload): one for one in copy.functions}
+    for graph in (copy.graph, *copy.functions):
+        _prepare_calls(graph, functions, file)
+    try:
+        return inline_local_functions(copy)
+    except (ValidationError, RuntimeError) as error:  # the inliner's own assertions
+        raise UserInputError(f"{file}: its local functions cannot be inlined ({error}); check it with onnx.checker") from error
+
+
+def _id(domain: str, name: str, overload: str) -> tuple[str, str, str]:
+    return "" if domain == "ai.onnx" else domain, name, overload
+
+
+def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Nodes and those of their branches."""
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _nodes(inner.node)
+
+
+def _prepare_calls(graph: onnx.GraphProto | onnx.FunctionProto, functions: _Functions, file: str) -> None:
+    """Refuse calls of what onnxruntime has a kernel for."""
+    for node in _nodes(graph.node):
+        if (function := functions.get(_id(node.domain, node.op_type, node.overload))) is not None:
+            _check_name(function, file)
+
+
+_OF_ONNXRUNTIME = ("com.microsoft", "com.ms.")
+"""Starts of domains whose operators onnx has no list of."""
+
+
+def _check_name(function: onnx.FunctionProto, file: str) -> None:
+    domain, name, _ = _id(function.domain, function.name, "")
+    if onnx.defs.has(name, domain) or domain.startswith(_OF_ONNXRUNTIME):
+        raise UserInputError(
+            f"{file}: the local function {domain or 'ai.onnx'}::{name} has the name of an operator, and onnxruntime runs its own kernel "
+            "in its place; give it a domain of its own"
+        )
