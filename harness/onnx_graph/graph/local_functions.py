@@ -52,10 +52,20 @@ def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 
 def _prepare_calls(graph: onnx.GraphProto | onnx.FunctionProto, functions: _Functions, file: str) -> None:
-    """Refuse calls of what onnxruntime has a kernel for."""
+    """Write defaults of attributes into calls, for the inliner drops them; refuse calls of what onnxruntime has a kernel for."""
     for node in _nodes(graph.node):
-        if (function := functions.get(_id(node.domain, node.op_type, node.overload))) is not None:
-            _check_name(function, file)
+        if (function := functions.get(_id(node.domain, node.op_type, node.overload))) is None:
+            continue
+        _check_name(function, file)
+        given = {one.name: one.ref_attr_name for one in node.attribute}
+        for default in function.attribute_proto:
+            if default.name not in given:
+                node.attribute.append(default)
+            elif isinstance(graph, onnx.FunctionProto) and given[default.name] in graph.attribute:
+                raise UserInputError(
+                    f"{file}: the local function {graph.name} hands its attribute {given[default.name]} on to {function.name}, which has "
+                    f"a default of it, and has none itself; give {graph.name} a default"
+                )
 
 
 _OF_ONNXRUNTIME = ("com.microsoft", "com.ms.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 from onnx import helper
 
@@ -29,6 +30,12 @@ def _function(domain: str, name: str, node: onnx.NodeProto, opset: int = 18, **r
     return helper.make_function(domain, name, ["a"], ["b"], [node], imports, **rest)
 
 
+def _refers(node: onnx.NodeProto, name: str, to: str) -> onnx.NodeProto:
+    """The node, with an attribute of the function around it."""
+    node.attribute.append(onnx.AttributeProto(name=name, ref_attr_name=to, type=onnx.AttributeProto.FLOAT))
+    return node
+
+
 def _ran(model: onnx.ModelProto) -> np.ndarray:
     return np.asarray(run_graph(model, {"x": X}, POLICIES["golden"])[0])
 
@@ -42,3 +49,41 @@ def test_a_function_with_the_name_of_an_operator_is_refused(domain: str, name: s
     with pytest.raises(UserInputError, match=f"{name} has the name of an operator"):
         load_graph(model)
     load_graph(_model([negates], helper.make_node("Neg", ["x"], ["y"])))  # one that nothing calls is of no account
+
+
+LEAKY = _function(
+    "local",
+    "Leaky",
+    _refers(helper.make_node("LeakyRelu", ["a"], ["b"]), "alpha", "slope"),
+    attribute_protos=[helper.make_attribute("slope", 0.5)],
+)
+
+
+def _outer(**declared: Any) -> onnx.FunctionProto:
+    """A function that hands its own attribute on."""
+    call = helper.make_node("Leaky", ["a"], ["b"], domain="local")
+    return _function("local", "Outer", _refers(call, "slope", "outer") if declared else call, **declared)
+
+
+@pytest.mark.parametrize("given", [{}, {"slope": 0.25}], ids=str)
+def test_a_default_of_an_attribute_is_read_where_the_call_gives_none(given: dict[str, Any]) -> None:
+    model = _model([LEAKY], helper.make_node("Leaky", ["x"], ["y"], domain="local", **given))
+    _assert_read_as_run(model)
+
+
+@pytest.mark.parametrize("declared", [{}, {"attribute_protos": [helper.make_attribute("outer", 0.125)]}], ids=["none", "its own"])
+def test_a_default_is_read_inside_of_functions(declared: dict[str, Any]) -> None:
+    _assert_read_as_run(_model([LEAKY, _outer(**declared)], helper.make_node("Outer", ["x"], ["y"], domain="local")))
+
+
+def test_a_default_behind_an_attribute_that_may_be_missing_is_refused() -> None:
+    model = _model([LEAKY, _outer(attributes=["outer"])], helper.make_node("Outer", ["x"], ["y"], domain="local"))
+    assert _ran(model)[0, 0] == -0.5, "onnxruntime takes the inner default"
+    with pytest.raises(UserInputError, match="Outer hands its attribute outer on to Leaky"):
+        load_graph(model)
+
+
+def _assert_read_as_run(model: onnx.ModelProto) -> None:
+    read = onnx_ir.to_proto(load_graph(model))
+    assert not read.functions and all(node.domain == "" for node in read.graph.node)
+    assert np.array_equal(_ran(read), _ran(model))
