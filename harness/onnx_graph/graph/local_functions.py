@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import onnx
 from onnx.inliner import inline_local_functions
@@ -30,8 +31,11 @@ def inlined(proto: onnx.ModelProto, file: str = "graph") -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     functions = {_id(one.domain, one.name, one.overload): one for one in copy.functions}
+    versions = _versions(copy)
     for graph in (copy.graph, *copy.functions):
         _prepare_calls(graph, functions, file)
+    for function in copy.functions:
+        _raise_versions(function, versions, functions, file)
     try:
         return inline_local_functions(copy)
     except (ValidationError, RuntimeError) as error:  # the inliner's own assertions
@@ -39,7 +43,11 @@ def inlined(proto: onnx.ModelProto, file: str = "graph") -> onnx.ModelProto:
 
 
 def _id(domain: str, name: str, overload: str) -> tuple[str, str, str]:
-    return "" if domain == "ai.onnx" else domain, name, overload
+    return _domain(domain), name, overload
+
+
+def _domain(name: str) -> str:
+    return "" if name == "ai.onnx" else name
 
 
 def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
@@ -66,6 +74,37 @@ def _prepare_calls(graph: onnx.GraphProto | onnx.FunctionProto, functions: _Func
                     f"{file}: the local function {graph.name} hands its attribute {given[default.name]} on to {function.name}, which has "
                     f"a default of it, and has none itself; give {graph.name} a default"
                 )
+
+
+def _versions(holder: onnx.ModelProto | onnx.FunctionProto) -> dict[str, int]:
+    return {_domain(one.domain): one.version for one in holder.opset_import}
+
+
+def _raise_versions(function: onnx.FunctionProto, of_model: Mapping[str, int], functions: _Functions, file: str) -> None:
+    """Give a function the model's versions of operators, which onnxruntime runs there, too; the inliner leaves other ones alone."""
+    own = _versions(function)
+    others = {name: version for name, version in own.items() if version != of_model.get(name, version)}
+    for node in _nodes(function.node):
+        domain = _domain(node.domain)
+        if domain in others and _id(domain, node.op_type, node.overload) not in functions:
+            before, after = (_definition(node.op_type, domain, version) for version in (own[domain], of_model[domain]))
+            if before is None or before != after:
+                raise UserInputError(
+                    f"{file}: the local function {function.name} uses {node.op_type} of {domain or 'ai.onnx'} {own[domain]}, and the model "
+                    f"{of_model[domain]}, which may define it otherwise; export both for one"
+                )
+    for entry in function.opset_import:
+        entry.version = of_model.get(_domain(entry.domain), entry.version)
+
+
+def _definition(name: str, domain: str, version: int) -> tuple[Any, ...] | None:
+    """What an operator takes and gives, without the types, which later versions add to; None where onnx does not know it."""
+    try:
+        schema = onnx.defs.get_schema(name, version, domain)
+    except onnx.defs.SchemaError:
+        return None
+    attributes = {one.name: (one.required, one.default_value.SerializeToString()) for one in schema.attributes.values()}
+    return attributes, *([(one.name, one.option) for one in ways] for ways in (schema.inputs, schema.outputs))
 
 
 _OF_ONNXRUNTIME = ("com.microsoft", "com.ms.")

@@ -83,6 +83,26 @@ def test_a_default_behind_an_attribute_that_may_be_missing_is_refused() -> None:
         load_graph(model)
 
 
+@pytest.mark.parametrize("opset", [13, 17, 18])
+def test_a_function_of_another_opset_is_inlined_where_its_operators_are_the_same(opset: int) -> None:
+    soft = _function("local", "Soft", helper.make_node("Softmax", ["a"], ["b"]), opset)
+    model = _model([soft], helper.make_node("Soft", ["x"], ["y"], domain="local"))
+    assert [node.op_type for node in load_graph(model).graph] == ["Softmax"], "onnx's inliner leaves another opset as it is"
+    _assert_read_as_run(model)
+    same = _function("local", "Same", helper.make_node("Identity", ["a"], ["b"]), opset)
+    _assert_read_as_run(_model([same], helper.make_node("Same", ["x"], ["y"], domain="local"), opset=21))  # of which it takes more types
+
+
+@pytest.mark.parametrize("opset", [11, 12])
+def test_a_function_of_an_opset_that_means_something_else_is_refused(opset: int) -> None:
+    soft = _function("local", "Soft", helper.make_node("Softmax", ["a"], ["b"]), opset)
+    model = _model([soft], helper.make_node("Soft", ["x"], ["y"], domain="local"))
+    with pytest.raises(UserInputError, match=rf"Soft uses Softmax of ai\.onnx {opset}, and the model 18"):
+        load_graph(model)
+    model.opset_import[1].version = opset
+    load_graph(model)
+
+
 def _assert_read_as_run(model: onnx.ModelProto) -> None:
     read = onnx_ir.to_proto(load_graph(model))
     assert not read.functions and all(node.domain == "" for node in read.graph.node)
