@@ -252,7 +252,21 @@ def _misuse(node: onnx.NodeProto, domain: str, version: int) -> str:
                 return f"lacks {name}, which it needs"
         elif (kind := onnx.AttributeProto.AttributeType.Name(given[name].type)) != known.type.name:
             return f"has {name} of type {kind}, where {known.type.name} belongs"
-    return _no_order(given.get("perm")) if node.op_type == "Transpose" else ""
+    return _no_order(given.get("perm")) if node.op_type == "Transpose" else _misuse_of_outputs(node, schema)
+
+
+def _misuse_of_outputs(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> str:
+    """Say which output has no name and needs one, or is one too many: a signal kills onnxruntime there, where it does not refuse."""
+    numbers = {one.name: one.i for one in node.attribute}
+    if node.op_type == "Split" and len(node.output) > numbers.get("num_outputs", len(node.output)):
+        return f"has {len(node.output)} outputs and num_outputs={numbers['num_outputs']}"
+    optional = onnx.defs.OpSchema.FormalParameterOption.Optional
+    is_training = node.op_type == "BatchNormalization" and numbers.get("training_mode")
+    for place, name in enumerate(node.output):
+        formal = schema.outputs[min(place, len(schema.outputs) - 1)]
+        if not name and (is_training or formal.option != optional):
+            return f"leaves out its output {place}, which it needs"
+    return ""
 
 
 def _no_order(perm: onnx.AttributeProto | None) -> str:

@@ -296,6 +296,41 @@ def test_a_file_whose_sizes_do_not_fit_is_said_to_be_one(damage, message: str) -
         NumericEqual().check(model, model)
 
 
+_BRANCHES = (
+    "then_branch = t () => (float p, float q) {p = Exp(x) q = Abs(x)}, else_branch = e () => (float p, float q) {p = Exp(x) q = Abs(x)}"
+)
+_BODY = "body = b (int64 i, bool c, float[2, 2] v) => (bool d, float[2, 2] w, float[2, 2] s) {d = Identity(c) w = Exp(v) s = Abs(v)}"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "Split<axis = 0, num_outputs = 2>(x)",
+        "TopK(x, k)",
+        f"If<{_BRANCHES}>(flag)",
+        f"Loop<{_BODY}>(k, flag, x)",
+        "BatchNormalization<training_mode = 1>(x, ones, ones, ones, ones)",
+    ],
+)
+def test_an_output_that_must_have_a_name_and_has_none_is_refused(call: str) -> None:
+    """A signal of onnxruntime killed the whole comparison there."""
+    outputs = ["y", "z", "u"] if "Batch" in call else ["y", "z"]
+    model = _model("", f"k = Constant<value_ints = [1]>() flag = Equal(k, k) ones = Shape(x) {', '.join(outputs)} = {call}")
+    load_graph(model)
+    model.graph.node[-1].output[-1] = ""
+    with pytest.raises(UserInputError, match=f"leaves out its output {len(outputs) - 1}"):
+        load_graph(model)
+    optional = _model("", "y, mask = Dropout(x)")
+    optional.graph.node[-1].output[-1] = ""
+    load_graph(optional)
+
+
+def test_a_split_into_more_than_it_says_is_refused() -> None:
+    load_graph(_model("", "y, z = Split<axis = 0, num_outputs = 2>(x)"))
+    with pytest.raises(UserInputError, match="Split y has 3 outputs and num_outputs=2"):
+        load_graph(_model("", "y, z, u = Split<axis = 0, num_outputs = 2>(x)"))
+
+
 @pytest.mark.parametrize("kind", [one for one in onnx.TensorProto.DataType.values() if one not in (0, onnx.TensorProto.STRING)])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_tensors_of_every_type_are_read_as_onnx_writes_them(kind: int, count: int) -> None:
