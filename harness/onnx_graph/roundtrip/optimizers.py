@@ -21,13 +21,14 @@ import onnx
 from compressor.errors import UserInputError
 from compressor.spelling import did_you_mean
 from harness.errors import HarnessError
+from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.skips.intercept import INTERCEPTOR
 from harness.onnx_graph.skips.passes import effective_passes, native_output, resolve_skips
 from harness.reporting.text import plain_text
 
 
 class OptimizerFailure(HarnessError):
-    """An optimizer raised or gave back no model: the graph could not be analysed, which is never a pass."""
+    """An optimizer raised, or made no graph that can run: the graph could not be analysed, which is never a pass."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def optimize(model: onnx.ModelProto, name: str, skip: Sequence[str] = ()) -> onn
 
     Raises:
         UserInputError: no such optimizer, it is not installed, it has no passes to skip, or it knows no such pass.
-        OptimizerFailure: it raised.
+        OptimizerFailure: it raised, or made a graph that cannot run.
     """
     return run_optimizer(model, name, skip).model
 
@@ -176,7 +177,7 @@ def run_optimizer(model: onnx.ModelProto, name: str, skip: Sequence[str] = (), *
 
     Raises:
         UserInputError: no such optimizer, it is not installed, it has no passes to skip, or it knows no such pass.
-        OptimizerFailure: it raised.
+        OptimizerFailure: it raised, or made a graph that cannot run.
     """
     chosen = find_optimizer(name)
     if skip and not chosen.backend:
@@ -192,7 +193,13 @@ def run_optimizer(model: onnx.ModelProto, name: str, skip: Sequence[str] = (), *
             acted = tuple(dict.fromkeys(chosen.acted.findall(text()))) if log and chosen.acted is not None else None
     except Exception as error:  # whatever native code throws; it is told apart, and never taken for a pass
         raise OptimizerFailure(f"{name}: it failed with {type(error).__name__}: {_words(str(error))}") from error
-    return Optimized(optimized, acted, time.perf_counter() - begin)
+    seconds = time.perf_counter() - begin
+    try:
+        load_graph(optimized)
+    except UserInputError as error:  # its remedy is for the graph that was exported, and this is not to blame
+        wrong = str(error).removeprefix("graph: ").rpartition(";")[0]
+        raise OptimizerFailure(f"{name}: it made a graph that cannot run: {wrong}; leave it out") from error
+    return Optimized(optimized, acted, seconds)
 
 
 def _words(text: str) -> str:

@@ -101,6 +101,27 @@ def test_a_failing_exporter_is_not_analysed_and_says_why() -> None:
         export(Unexportable(), {"hidden": torch.zeros(1)}, exporter="fx")
 
 
+def test_an_optimizer_that_loses_a_weight_has_a_row_of_its_own(
+    attention_graph: onnx.ModelProto, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Onnxscript drops sparse initializers, which told of the exported graph ended the table."""
+    pytest.importorskip("onnxscript")
+    sparse = onnx.ModelProto()
+    sparse.CopyFrom(attention_graph)
+    held = next(one for one in sparse.graph.initializer if len(one.dims) == 2)
+    values, size = onnx.numpy_helper.to_array(held).ravel(), list(held.dims)
+    places = onnx.numpy_helper.from_array(np.arange(values.size), "places")
+    sparse.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(onnx.numpy_helper.from_array(values, held.name), places, size))
+    sparse.graph.initializer.remove(held)
+    onnx.save(sparse, tmp_path / "sparse.onnx")
+    way = ["onnx", "roundtrip", str(tmp_path / "sparse.onnx"), "--contract", "role-weights", "--json"]
+    assert main([*way, "--optimizer", "onnxscript", "--optimizer", "ort-basic"]) == 2
+    lost, kept = (row["result"] for row in json.loads(capsys.readouterr().out))
+    assert lost["holding"] == "not analysed" and kept["holding"] == "holds"
+    said = lost["findings"][0]["text"]
+    assert said.startswith("onnxscript: it made a graph that cannot run: MatMul") and said.endswith("which nothing computes; leave it out")
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_dynamic_sizes_and_training_mode_survive_the_export(exporter: str) -> None:
