@@ -188,6 +188,7 @@ def choose_experts(state: State, count: ExpertCount, kept: Mapping[str, Sequence
         held = _tensors(state.model)[name].detach()
         places = torch.tensor(list(kept[layer]), dtype=torch.int64, device=held.device)
         state.put_tensor(module, key, held.index_select(axis, places))
+        state.settled.add(module)  # no later layer is calibrated without it
     if number == count.num_experts:
         return
     for (name, key), value in count.numbers.items():

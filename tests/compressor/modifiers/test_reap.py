@@ -131,6 +131,13 @@ def test_other_modifiers_see_the_smaller_model(make: Callable[[], Any], tmp_path
     assert said.estimate.checkpoint_bytes == pytest.approx(stored, rel=0.02)
 
 
+@pytest.mark.parametrize("refit", [True, False])
+def test_routers_that_have_lost_their_rows_are_not_said_to_come_late(refit: bool) -> None:
+    recipe = [REAPPruningModifier(sparsity=0.25, refit=refit), GPTQModifier(config_groups=GROUPS, ignore=["lm_head", "re:.*mlp.gate$"])]
+    notes = oneshot(qwen3_moe(), recipe=recipe, dataset=IDS).report.notes
+    assert not [note for note in notes if "compressed last" in note], notes
+
+
 def test_groups_of_a_router_lose_as_many_experts_each() -> None:
     result = oneshot(deepseek_v3(), recipe=REAPPruningModifier(sparsity=0.5), dataset=IDS)
     (layer,) = result.report.transforms[0]["layers"]
