@@ -71,9 +71,9 @@ def _set_signal_handlers(handlers: dict[str, Any]) -> None:
             signal.signal(signal.Signals[name], handler)
 
 
-def _stop_timer(is_on: bool) -> None:
-    if not is_on:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+def _set_timer(is_on: bool) -> None:
+    """What was left of one that somebody stopped nobody knows: an hour is more than a test may take."""
+    signal.setitimer(signal.ITIMER_REAL, 3600.0 if is_on else 0.0)
 
 
 _affinity: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = (
@@ -84,7 +84,7 @@ _affinity: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = (
 _signals: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = (
     {
         "handlers of signals": (_signal_handlers, _set_signal_handlers),
-        "timer of signals": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, _stop_timer),
+        "timer of signals": (lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0, _set_timer),
     }
     if hasattr(signal, "getitimer")
     else {}

@@ -197,6 +197,7 @@ def test_a_class_that_cannot_read_its_own_checkpoint_is_said_before_the_run(kind
         assert torch.equal(transformers_logits(tmp_path / "out", ids), logits(model, ids))
 
 
+@pytest.mark.filterwarnings("ignore:transformers does not load quantized layers")
 @pytest.mark.parametrize(("name", "owner"), [("gemma3_vision", "SiglipVisionModel"), ("siglip", "SiglipTextModel"), ("llava", "")])
 def test_a_tower_that_cannot_read_its_layers_is_said_as_its_class(name, owner, tmp_path):
     """Each model inside of a model fills what is its own by its own rules."""

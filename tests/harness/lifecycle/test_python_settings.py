@@ -45,6 +45,9 @@ OTHERS: dict[str, Any] = {
     "arithmetic of decimal": _DECIMAL,
     "numpy.errstate": lambda value: value | {"over": "ignore", "under": "call"},
     "numpy's print options": lambda value: value | {"precision": 3},
+    "callbacks of garbage collection": lambda value: [*value, _nothing],
+    "handlers of signals": lambda value: value | {"SIGUSR1": _nothing},
+    "timer of signals": lambda value: not value,
     "processors": lambda value: {min(value)},
 }
 
