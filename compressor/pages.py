@@ -25,6 +25,7 @@ _ENTRY_BYTES = 8
 _PRESENT, _SWAPPED, _OF_FILE = (np.uint64(1 << bit) for bit in (63, 62, 61))
 SMALL_BYTES = 1 << 20  # of a tensor that is not worth a look
 _PIECE_BYTES = 1 << 24
+HASHERS = 4  # threads; a core hashes more slowly than a disk reads, and each may hold a piece
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -91,7 +92,7 @@ def in_pieces(tensor: Tensor) -> Iterator[Tensor]:
     """Read through a tensor that may be larger than what is to be resident of it: what was read is given back before the next piece.
 
     Args:
-        tensor: dense, on the CPU.
+        tensor: dense.
 
     Yields:
         Its bytes in order, [up to 16 MB] uint8.

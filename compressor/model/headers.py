@@ -194,8 +194,8 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     with path.open("r+b") as stream:
         for name, place in read_header(path).items():
             stream.seek(place.start)
-            for piece in in_pieces(tensors[name].cpu()):
-                stream.write(piece.numpy().data)
+            for piece in in_pieces(tensors[name]):
+                stream.write(piece.cpu().numpy().data)
 
 
 @functools.cache

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from compressor.nn.layer import QuantizedLayer
 from compressor.numerics.checksum import checksum
 from compressor.numerics.qparams import QParams, check_qparams
 from compressor.numerics.scheme import QuantizationScheme
-from compressor.pages import in_pieces, let_go
+from compressor.pages import HASHERS, in_pieces, let_go
 
 _SHOWN_FAULTS = 3
 
@@ -170,17 +172,21 @@ def tensor_digests(folder: Path) -> dict[str, str]:
     Returns:
         By name: dtype and shape as the file names them, and the sha256 of the bytes, such as `BF16[64,128] 2c26b4...`.
     """
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                described = file.get_slice(name)
-                sizes = ",".join(map(str, described.get_shape()))
-                digest = hashlib.sha256()
-                for piece in in_pieces(file.get_tensor(name)):
-                    digest.update(piece.numpy().data)
-                found[name] = f"{described.get_dtype()}[{sizes}] {digest.hexdigest()}"
+    found: dict[str, str] = {}
+    with ThreadPoolExecutor(HASHERS) as pool:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                found |= zip(names, pool.map(partial(_digest, file), names), strict=True)
     return found
+
+
+def _digest(file: Any, name: str) -> str:
+    described, digest = file.get_slice(name), hashlib.sha256()
+    for piece in in_pieces(file.get_tensor(name)):
+        digest.update(piece.numpy().data)
+    sizes = ",".join(map(str, described.get_shape()))
+    return f"{described.get_dtype()}[{sizes}] {digest.hexdigest()}"
 
 
 def check_written(folder: Path, record: Mapping[str, Any]) -> None:

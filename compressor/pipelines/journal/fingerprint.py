@@ -10,6 +10,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from compressor.lifecycle import Report
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel
 from compressor.numerics.precision import matmul_precision, slow_dtypes
-from compressor.pages import raw_bytes
+from compressor.pages import HASHERS, raw_bytes
 from compressor.pipelines.settings import SequentialSettings
 
 Fingerprint = dict[str, Any]
@@ -59,11 +60,13 @@ def file_hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
     Returns:
         Name to sha256.
     """
-    hashes = {}
-    for name in names:
+
+    def digest_of(name: str) -> str:
         with (folder / name).open("rb") as stream:
-            hashes[name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return hashes
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(HASHERS) as pool:
+        return dict(zip(names, pool.map(digest_of, names), strict=True))
 
 
 def base_hashes(folder: Path | None) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Tensors are kept as the bytes of their storages, so views, strides and tensors that share memory come back as they were. A storage whose
 bytes are also those of another sample (a mask, rotary tables) is kept once, whether the forwards shared it or computed it anew; each
-sample then gets a copy of its own, so that none sees what another writes.
+sample then gets a copy of its own, so that none sees what another writes. To look at bytes is to wait for a GPU: while there is room on
+one, a sample is looked at when the next is put, on a stream beside the one that computes, which has work then.
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ class _Sample:
     blocks: list[Block]
 
 
+class _Unshared(NamedTuple):
+    """A sample that was put last, whose bytes nobody has looked at yet; `made` when they are there."""
+
+    sample: int
+    storages: list[Tensor]
+    made: torch.cuda.Event
+
+
 class ActivationStore:
     """Keeps the live values of every sample; implements `compressor.tracing.ValueStore`. A context manager that closes itself."""
 
@@ -85,6 +94,8 @@ class ActivationStore:
         self._by_marks: dict[_Marks, list[Block]] = {}
         self._marks_of: dict[int, _Marks] = {}
         self._coming: dict[int, Future[list[Coming]]] = {}
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._unshared: _Unshared | None = None
         # One thread: samples come back one by one, in the order in which they will be asked for.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="activations")
 
@@ -96,6 +107,7 @@ class ActivationStore:
     @property
     def used_bytes(self) -> Mapping[Place, int]:
         """The bytes that each place holds now."""
+        self._share_last()
         return Counter(self._pool.used)
 
     def __enter__(self) -> Self:
@@ -116,22 +128,29 @@ class ActivationStore:
         Raises:
             CalibrationError: no place has room, or the disk fails.
         """
+        self._share_last()
         self._forget_coming(sample)
         skeleton, tensors = take_apart(dict(values), self._by_reference)
         storages: dict[int, tuple[int, Tensor]] = {}  # by address of the storage: its number and its bytes
-        views = [_view(tensor, storages) for tensor in tensors]
+        kept = _Sample(skeleton, [_view(tensor, storages) for tensor in tensors], [])
         del tensors
-        marks = _marks([data for _, data in storages.values()])
-        found = {number: self._find_equal(data, key) for (number, data), key in zip(storages.values(), marks, strict=True)}
-        # Counted before this sample's earlier values are dropped, which may hold the very same block.
-        for block in found.values():
-            if block is not None:
-                block.refs += 1
-        self.drop(sample)  # before new places are taken: most often the same ones
-        kept = _Sample(skeleton, views, [])
+        own, label = [data for _, data in storages.values()], f"sample {sample}"
+        if self._beside is not None and self._pool.fits(own):
+            self.drop(sample)
+            kept.blocks += [self._pool.keep(data, label) for data in own]
+            self._unshared = _Unshared(sample, own, torch.cuda.current_stream(self._beside.device).record_event())
+        else:
+            marks = _marks(own)
+            found = [self._find_equal(data, key) for data, key in zip(own, marks, strict=True)]
+            # Counted before this sample's earlier values are dropped, which may hold the very same block.
+            for block in found:
+                if block is not None:
+                    block.refs += 1
+            self.drop(sample)  # before new places are taken: most often the same ones
+            kept.blocks += [
+                block or self._known_by(key, self._pool.keep(data, label)) for data, key, block in zip(own, marks, found, strict=True)
+            ]
         self._samples[sample] = kept
-        for (number, data), key in zip(storages.values(), marks, strict=True):
-            kept.blocks.append(found[number] or self._keep_new(data, key, f"sample {sample}"))
 
     def get(self, sample: int) -> dict[str, Any]:
         """Return what is live for a sample, on the device it was made on.
@@ -147,6 +166,7 @@ class ActivationStore:
             CalibrationError: what was written to disk does not read back.
         """
         self._freed.bound(self._pool.used["device"] + self._pool.used["host"])
+        self._share_last(sample)
         kept = self._samples[sample]
         coming = self._coming.pop(sample, None)
         fetched = self._fetch(kept) if coming is None else coming.result()
@@ -159,6 +179,7 @@ class ActivationStore:
         Args:
             sample: number of the sample; nothing happens for one that is unknown, on its way or where it belongs.
         """
+        self._share_last(sample)
         kept = self._samples.get(sample)
         if kept is not None and sample not in self._coming and any(block.place != "device" for block in kept.blocks):
             self._coming[sample] = self._reader.submit(self._fetch, kept)
@@ -170,6 +191,8 @@ class ActivationStore:
             sample: number of the sample; unknown ones are ignored.
         """
         self._forget_coming(sample)
+        if self._unshared is not None and self._unshared.sample == sample:
+            self._unshared = None
         kept = self._samples.pop(sample, None)
         for block in kept.blocks if kept is not None else ():
             block.refs -= 1
@@ -206,8 +229,24 @@ class ActivationStore:
         if coming is not None and not coming.cancel():
             coming.exception()
 
-    def _keep_new(self, data: Tensor, key: _Marks | None, label: str) -> Block:
-        block = self._pool.keep(data, label)
+    def _share_last(self, sample: int | None = None) -> None:
+        """Find what the sample that was put last has in common with others, if it is this one (None: any), and keep that once."""
+        last = self._unshared
+        if last is None or sample not in (None, last.sample):
+            return
+        self._unshared, blocks = None, self._samples[last.sample].blocks
+        with torch.cuda.stream(self._beside):
+            last.made.wait()
+            for number, (data, key) in enumerate(zip(last.storages, _marks(last.storages), strict=True)):
+                same = self._find_equal(data, key)
+                if same is None:
+                    self._known_by(key, blocks[number])
+                else:
+                    same.refs += 1
+                    self._pool.release(blocks[number])
+                    blocks[number] = same
+
+    def _known_by(self, key: _Marks | None, block: Block) -> Block:
         if key is not None:
             self._by_marks.setdefault(key, []).append(block)
             self._marks_of[id(block)] = key

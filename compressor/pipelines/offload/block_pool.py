@@ -11,6 +11,7 @@ import os
 import tempfile
 import zlib
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -228,6 +229,20 @@ class BlockPool:
         self.used[block.place] += block.num_bytes
         self.peak[block.place] = max(self.peak[block.place], self.used[block.place])
         return block
+
+    def fits(self, storages: Iterable[Tensor]) -> bool:
+        """Say whether all of these bytes can be kept where they lie.
+
+        Args:
+            storages: uint8 [num_bytes] each.
+
+        Returns:
+            False where some would have to move.
+        """
+        needed: Counter[Place] = Counter()
+        for data in storages:
+            needed[self._own_place(data.device)] += data.numel()
+        return all(self.used[place] + num_bytes <= self._budget[place] for place, num_bytes in needed.items())
 
     def fetch(self, block: Block) -> Coming:
         """Bring a block home; may run in another thread than the rest.
