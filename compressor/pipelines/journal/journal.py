@@ -8,6 +8,7 @@ through the finished stages with their packed weights, which is what the first r
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,8 @@ from compressor.pipelines.journal.stage_files import (
     look_before,
     read_tensors,
     report_since,
-    write_tensors,
+    stage_content,
+    write_content,
 )
 from compressor.random_state import RandomState
 
@@ -217,6 +219,9 @@ class Journal:
         self._before: Before | None = None
         self._stage: dict[str, Any] = {}
         self._is_finished = False
+        # A GPU goes on meanwhile. One stage at a time: the next one waits for it.
+        self._writer = ThreadPoolExecutor(1, "journal")
+        self._writing: Future[None] | None = None
         self.num_resumed = len(self._done)
         self.num_stages = self._done[-1]["total"] if self._done else 0
         self.token = lines.entries[0]["token"]
@@ -280,25 +285,41 @@ class Journal:
         self._before = None
         path = self._folder.stage_file(self._stage["index"])
         memories = [modifier.stage_memory(modules) or {} for modifier in session.modifiers]
-        keys = write_tensors(path, session.state, modules, before, memories)
+        content, keys = stage_content(session.state, modules, before, memories)
         entry = {
             **self._stage,
             "file": path.name,
-            "sha256": file_hashes(path.parent, [path.name])[path.name],
+            "sha256": None,
             "tensors": keys,
             "report": report_since(session.state.report, before.report),
             "memories": [{key: value for key, value in memory.items() if not isinstance(value, Tensor)} for memory in memories],
         }
-        # The file before its line: a file without a line is done again, a line without a file would be an error.
-        self._append(entry)
-        self._done.append(entry)
-        self._let_memory_go(session, -1)
+        if session.state.device.type == "cpu":  # which would be as busy with it, and whose memory is to lie in the file
+            self._keep(path, content, entry)
+            self._let_memory_go(session, -1)
+        else:
+            self._wait()
+            self._writing = self._writer.submit(self._keep, path, content, entry)
+
+    def _keep(self, path: Path, content: Mapping[str, Tensor], entry: Mapping[str, Any]) -> None:
+        """The file before its line: a file without a line is done again, a line without a file would be an error."""
+        write_content(path, content)
+        whole = {**entry, "sha256": file_hashes(path.parent, [path.name])[path.name]}
+        self._append(whole)
+        self._done.append(whole)
+
+    def _wait(self) -> None:
+        """Let the stage that is being written be kept, or raise what kept it from that."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
         """Write the random states behind the last stage, and the closing line."""
+        self._wait()
         if self._end is None:
             path = self._folder.stage_file(None)
-            write_tensors(path, session.state, (), look_before(session.state, ()), ())
+            write_content(path, stage_content(session.state, (), look_before(session.state, ()), ())[0])
             sha256 = file_hashes(path.parent, [path.name])[path.name]
             self._append({"kind": "end", "uncalled": list(uncalled), "sha256": sha256})
 
@@ -324,6 +345,9 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Let go of the folder; after an error it stays where it holds a finished stage, and the error says so."""
+        self._writer.shutdown()
+        if error is None:
+            self._wait()
         if self._is_finished or not self._folder.journal.exists():
             self._folder.unlock()
             return
@@ -363,6 +387,7 @@ class Journal:
         Returns:
             The file, and the keys of the model's tensors in it.
         """
+        self._wait()
         entry = self._done[index]
         return self.path / entry["file"], list(entry["tensors"])
 

@@ -62,23 +62,19 @@ def look_before(state: State, names: Sequence[str]) -> Before:
     return Before(hashes, _items(state.report))
 
 
-def write_tensors(
-    path: Path, state: State, names: Sequence[str], before: Before, memories: Sequence[Mapping[str, StageValue]]
-) -> list[str]:
-    """Write what a stage changed: all of the file, or nothing.
+def stage_content(
+    state: State, names: Sequence[str], before: Before, memories: Sequence[Mapping[str, StageValue]]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Gather what a stage changed.
 
     Args:
-        path: of the file.
         state: of the session, after the stage.
         names: dotted names of the stage's modules, as before it.
         before: what `look_before` gave.
         memories: what each modifier remembers of the stage; tensors go into the file.
 
     Returns:
-        The keys of the model's tensors, in the order of the model.
-
-    Raises:
-        CheckpointError: it cannot be written.
+        What goes into its file, in main memory; and the keys of the model's tensors, in the order of the model.
     """
     kept = dict(_tensors(state, names, claimed=True))
     kept |= {key: tensor for key, tensor in _tensors(state, names, claimed=False) if before.hashes.get(key) != _hash(tensor)}
@@ -86,17 +82,29 @@ def write_tensors(
     content |= {_RANDOM + device: tensor for device, tensor in RandomState.current(foreign=False).by_device.items()}
     for number, memory in enumerate(memories):
         content |= {f"{_MEMORY}{number}:{key}": value for key, value in memory.items() if isinstance(value, Tensor)}
-    with whole_file(path) as partial:
-        save_file(_apart(content), partial)
-    return list(kept)
+    return _apart(content, alone=state.device.type != "cpu"), list(kept)
 
 
-def read_tensors(path: Path, keys: Sequence[str]) -> StageTensors:
-    """Read what `write_tensors` wrote; the bytes have been compared with their hash before.
+def write_content(path: Path, content: Mapping[str, Tensor]) -> None:
+    """Write the file of a stage: all of it, or nothing.
 
     Args:
         path: of the file.
-        keys: what `write_tensors` gave.
+        content: what `stage_content` gave.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with whole_file(path) as partial:
+        save_file(dict(content), partial)
+
+
+def read_tensors(path: Path, keys: Sequence[str]) -> StageTensors:
+    """Read what `write_content` wrote; the bytes have been compared with their hash before.
+
+    Args:
+        path: of the file.
+        keys: what `stage_content` gave.
 
     Returns:
         The tensors, in memory of their own and in the order of `keys`.
@@ -231,14 +239,15 @@ def _own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield (f"{name}.{key}" if name else key), tensor
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous on the CPU, and none sharing memory with another, which safetensors refuses."""
+def _apart(tensors: Mapping[str, Tensor], *, alone: bool) -> dict[str, Tensor]:
+    """Contiguous on the CPU, and none sharing memory with another, which safetensors refuses; `alone`: nor with what is given."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
         flat = tensor.detach().cpu().contiguous()
         pointer = flat.untyped_storage().data_ptr()
-        result[key] = flat.clone() if pointer in seen else flat
+        is_given = alone and pointer == tensor.untyped_storage().data_ptr()
+        result[key] = flat.clone() if is_given or pointer in seen else flat
         seen.add(pointer)
     return result
 
