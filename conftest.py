@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -67,6 +67,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out.update(item for number, item in enumerate(found) if number not in wanted)
     config.hook.pytest_deselected(items=list(left_out))  # not skipped: to report thousands of skips takes longer than many a test
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the fixtures, some of which start processes
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    """Show a GPU to the tests marked `gpu` alone: to all others, and to the processes they start, "auto" means the processor."""
+    if item.get_closest_marker("gpu"):
+        return (yield)
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # what processes read; this one may have looked while it collected tests
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setattr(torch.cuda, "device_count", lambda: 0)
+        return (yield)
 
 
 def _wanted(share: str, cases: Sequence[str]) -> set[int]:
