@@ -30,7 +30,8 @@ def live_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         run()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # Without acc_events torch warns of cycles that are forgotten: 2.11 always. There is one.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     changes = [] if results is None else [(event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]"]

@@ -22,7 +22,8 @@ SHAPES = [([768, 768], 256, torch.bfloat16), ([256], 768, torch.bfloat16), ([64]
 def peak_bytes(work: Callable[[], Any]) -> int:
     """The most that torch's CPU allocator has given out at one time."""
     work()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as profile:  # as live_peak.py says
         work()
     assert profile.profiler is not None and profile.profiler.kineto_results is not None
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -93,7 +93,8 @@ def test_a_checksum_takes_no_more_memory_for_more_bytes() -> None:
 
     def allocations(size: int) -> int:
         values = torch.zeros(size)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=kinds, profile_memory=True, acc_events=True) as profile:  # as live_peak.py says
             checksum(values)
         assert profile.profiler is not None and profile.profiler.kineto_results is not None
         return sum(event.name() == "[memory]" and event.nbytes() > 1 << 16 for event in profile.profiler.kineto_results.events())
