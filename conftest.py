@@ -91,6 +91,14 @@ def _wanted(share: str, cases: Sequence[str]) -> set[int]:
     return named or set(range(len(cases)))
 
 
+@pytest.fixture
+def pytester(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """Sessions inside a test load the plugin of the harness and no other that happens to be installed, whose warnings are errors here."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_PLUGINS", "harness.plugin")
+    return pytester
+
+
 @pytest.fixture(scope="session")
 def repo_root() -> Path:
     """The folder that holds pyproject.toml."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,6 @@ from compressor.errors import UserInputError
 from harness import parametrize_with_checks
 from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
-
-_INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
-_LOAD = () if _INSTALLED else ("-p", "harness.plugin")
 
 
 @parametrize_with_checks([CalibratingWorker(), TrainingWorker(start=1.0, end=3.0)], TinyModel(8), inputs=tiny_batches(1))
@@ -62,7 +58,7 @@ def run_file(pytester: pytest.Pytester, repo_root: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTHONPATH", str(repo_root))
     pytester.makepyfile(test_mine=_FILE)
     picked = "usable or completes or start_and_end or nested_contexts"
-    return pytester.runpytest_inprocess(*_LOAD, "-p", "no:cacheprovider", "-rA", "-k", picked, "--harness-profile=pr", "-W", "ignore")
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-rA", "-k", picked, "--harness-profile=pr", "-W", "ignore")
 
 
 def test_reasons_are_strict_and_failures_say_what_is_wrong(run_file: pytest.RunResult) -> None:

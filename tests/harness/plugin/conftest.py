@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ import harness.goldens.store.writer  # noqa: F401
 
 
 CI_VARIABLES = ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITLAB_CI", "BUILDKITE", "JENKINS_URL", "TEAMCITY_VERSION", "TF_BUILD", "CIRCLECI")
-_INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
-LOAD = () if _INSTALLED else ("-p", "harness.plugin")
 
 
 class Project:
@@ -30,10 +27,10 @@ class Project:
         self.pytester.makepyfile(**files)
 
     def run(self, *arguments: str) -> pytest.RunResult:
-        return self.pytester.runpytest_inprocess(*LOAD, "-p", "no:cacheprovider", "-p", "no:xdist", *arguments)
+        return self.pytester.runpytest_inprocess("-p", "no:cacheprovider", *arguments)
 
     def run_apart(self, *arguments: str) -> pytest.RunResult:
-        return self.pytester.runpytest_subprocess(*LOAD, "-p", "no:cacheprovider", *arguments)
+        return self.pytester.runpytest_subprocess("-p", "no:cacheprovider", *arguments)
 
     def manifest(self, folder: str = "golden") -> dict[str, Any]:
         path = self.path / folder / "manifest.json"

@@ -198,7 +198,7 @@ def test_workers_collect_and_one_process_writes_once(project) -> None:
     tests = "import pytest, torch\n"
     tests += '@pytest.mark.parametrize("n", range(8))\ndef test_n(golden, n): golden.check(f"n/{n}", torch.full((3,), 1.0 + n))\n'
     project.tests(test_it=tests + TWO.format(factor="2"))
-    result = project.run_apart("-n2", "--dist=load", "--golden-update=new", "--junitxml=junit.xml")
+    result = project.run_apart("-p", "xdist", "-n2", "--dist=load", "--golden-update=new", "--junitxml=junit.xml")
     assert result.ret == 1
     result.stdout.fnmatch_lines(["golden 'same': is written by test_it.py::test_a and by test_it.py::test_b; it was not written; *"])
     assert len(json.loads((project.path / "golden" / "n" / "manifest.json").read_text())["goldens"]) == 8

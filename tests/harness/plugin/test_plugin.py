@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
-
-# Where the distribution is installed pytest finds the plugin itself, and naming it again is an error.
-_INSTALLED = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
-_LOAD = () if _INSTALLED else ("-p", "harness.plugin")
 
 # Stands in for torch on a machine with a GPU.
 _TORCH_WITH_CUDA = """
@@ -38,11 +33,11 @@ def _source_tree_is_importable(repo_root: Path, monkeypatch: pytest.MonkeyPatch)
 
 def _run(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
     """Run in this process; never with a profile, which would stay loaded for the tests that come after."""
-    return pytester.runpytest_inprocess(*_LOAD, "-p", "no:cacheprovider", "-rs", *args)
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-rs", *args)
 
 
 def _run_apart(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess(*_LOAD, "-p", "no:cacheprovider", *args)
+    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *args)
 
 
 def test_markers_are_known_and_explained(pytester: pytest.Pytester) -> None:

@@ -96,10 +96,7 @@ def test_vacuous(assert_step_equivalent):
 
 
 def test_the_fixture_fails_with_the_report_where_a_step_is_not_the_same(pytester):
-    from importlib.metadata import entry_points
-
-    installed = any(entry.value == "harness.plugin" for entry in entry_points(group="pytest11"))
     pytester.makepyfile(test_it=TESTS)
-    result = pytester.runpytest_inprocess(*([] if installed else ["-p", "harness.plugin"]), "-p", "no:cacheprovider", "-p", "no:xdist")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["*refused at step 2: HostReadError*reads a tensor on the host*", "*nothing was replayed in 2 steps*"])
