@@ -125,10 +125,11 @@ def learned_turns(inputs: Mapping[str, Tensor]) -> Result:
     sources = tuple(pair.source for pair in basis.norms)
     readers = tuple(name for pair in basis.norms for name in pair.readers)
     turn = Turn(make_rotation("random-hadamard", _SIZE, seed=3), (*basis.writers, *sources), (*basis.readers, *readers))
+    # Symmetric codes put the lowest number of each group half way between the last two codes, where the order of sums decides between them.
     scheme = QuantizationScheme(
         targets=["Linear"],
-        weights=QuantizationArgs(num_bits=3, group_size=_SIZE),
-        input_activations=QuantizationArgs(num_bits=4, strategy="token", dynamic=True),
+        weights=QuantizationArgs(num_bits=3, group_size=_SIZE, symmetric=False),
+        input_activations=QuantizationArgs(num_bits=4, strategy="token", dynamic=True, symmetric=False),
     )
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     moves = LearnedTurns(model, basis.norms, [turn], dict.fromkeys(linears, scheme), device, keeps_mean=False)
