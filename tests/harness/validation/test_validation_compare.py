@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 from xml.etree import ElementTree
 
 import pytest
@@ -93,7 +94,7 @@ def test_a_limit_of_the_policy_decides(workspace, pristine):
     strict = Policy(**(LENIENT.model_dump() | {"min_sqnr_db": SqnrLimits(int4=60.0)}))
     report = validate(workspace.base, pristine(), workspace.dataset, policy=strict)
     assert outcomes(report)["weights.sqnr"] == "fail"
-    assert report.provenance["versions"]["torch"] == torch.__version__
+    assert report.provenance["versions"]["torch"] == version("torch")  # a build for CUDA calls itself 2.11.0+cu130
 
 
 def test_texts_and_token_tensors_are_data_too(workspace, pristine):
