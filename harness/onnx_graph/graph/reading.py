@@ -117,7 +117,10 @@ def _loaded(proto: onnx.ModelProto, file: str) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as error:
-        raise UserInputError(f"{file}: the model is not valid ({error.__cause__ or error}); check it with onnx.checker") from error
+        raise UserInputError(
+            f"{file}: onnx_ir {ir.__version__} cannot read the model ({error.__cause__ or error}); check it with onnx.checker, and where "
+            "that finds no fault install a newer onnx_ir"
+        ) from error
 
 
 def _check_order(proto: onnx.ModelProto, file: str) -> None:
