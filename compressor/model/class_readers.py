@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from compressor.errors import ModelError, SchemeError
-from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once
+from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once, unpacked_to_bfloat16, unpacks_as_it_reads
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.unfuse import weight_converters
 from compressor.model.folder import some
@@ -123,17 +123,13 @@ def _collects(converter: Any) -> bool:
 def _class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
     """Say why transformers stops at a checkpoint of this model, though its schemes could be read.
 
-    transformers calls `_init_weights` for modules whose weights it has not found under the name `weight`. Most classes ask whether there
-    is one; those that do not raise. That is tried on a model of the same class without bytes. So does compressed-tensors where a module
-    stands in several places.
-
     Args:
         model: compressed or not; not changed.
         schemes: dotted name of every module that will be quantized to its scheme.
 
     Returns:
-        A sentence, or none: also where transformers unpacks all weights before it looks. Of what is no model of transformers, or cannot be
-        built from its config, nothing is known.
+        A sentence, or none: also where transformers (from 5.21 on) unpacks all weights before it looks. Of what is no model of
+        transformers, or cannot be built from its config, nothing is known.
     """
     from transformers import PreTrainedModel
 
@@ -147,7 +143,24 @@ def _class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) ->
             "compressed-tensors moves no module twice); compressor.load_compressed reads the checkpoint"
         ]
     if unpacked_at_once(schemes, model):
-        return []
+        if unpacks_as_it_reads():
+            return []
+        if odd := unpacked_to_bfloat16(schemes, model):
+            return [
+                f"transformers does not run this checkpoint of {type(model).__name__} (before 5.21, as here, it unpacks {some(odd)} to "
+                "bfloat16, whatever the model computes in); compressor.load_compressed reads the checkpoint"
+            ]
+    return _unfilled_notes(model, schemes)
+
+
+def _unfilled_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+    """Say which class asks for a `weight` that is not there.
+
+    transformers calls `_init_weights` for modules whose weights it has not found under the name `weight`. Most classes ask whether there
+    is one; those that do not raise. That is tried on a model of the same class without bytes.
+    """
+    from transformers import PreTrainedModel
+
     twin = class_twin(model)
     if twin is None:
         return []

@@ -303,6 +303,27 @@ def unpacked_at_once(schemes: Mapping[str, QuantizationScheme], model: nn.Module
     return _needs_dequantize(schemes, _float_dtype(model, schemes), _of_kind(model, schemes, nn.Embedding | QuantizedEmbedding))
 
 
+def unpacks_as_it_reads() -> bool:
+    """Whether transformers unpacks a weight when it reads it, as from 5.21 on, or builds packed layers and unpacks them at the end."""
+    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+
+    return hasattr(CompressedTensorsHfQuantizer, "get_load_operations")
+
+
+def unpacked_to_bfloat16(schemes: Mapping[str, QuantizationScheme], model: nn.Module) -> list[str]:
+    """Name the modules whose weights compressed-tensors unpacks to bfloat16, which is not what the model computes in.
+
+    Args:
+        schemes: dotted name of every module that is to be quantized, to its scheme.
+        model: the model, compressed or not yet.
+
+    Returns:
+        Their names.
+    """
+    dtype = _float_dtype(model, schemes)
+    return [name for name, scheme in schemes.items() if _unpacks_to_bfloat16(scheme, dtype)]
+
+
 def _float_dtype(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> torch.dtype:
     modules = (model.get_submodule(name) for name in schemes)
     found = next((module.dtype if isinstance(module, QuantizedLayer) else module.weight.dtype for module in modules), None)

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from compressor import load_compressed, oneshot, plan
 from compressor.errors import SchemeError, TargetError
+from compressor.model.checkpoints.format import unpacks_as_it_reads
 from compressor.model.class_readers import module_notes, reading_notes
 from compressor.model.loading.load import quiet_transformers
 from compressor.nn.attention.kv_cache import cache_argument
@@ -36,6 +37,7 @@ KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 WEIGHTS = {"num_bits": 4, "group_size": 16}
 ATTENTION, ALL = r"re:.*self_attn\..*", "Linear"
 UNCOUNTED, MERGED = "its config has no num_key_value_heads", "merges weights into .experts"
+DEQUANTIZED = "but keys and values are not quantized there"
 UNSEEN = "transformers leaves keys and values as they are"
 TOKENS = torch.arange(48).reshape(4, 12)
 
@@ -59,7 +61,7 @@ def logits(model: nn.Module) -> torch.Tensor:
         ("OPT", ALL, UNCOUNTED),
         ("Mixtral", None, MERGED),
         ("Mixtral", ATTENTION, None),
-        ("Mixtral", ALL, "but keys and values are not quantized there"),
+        ("Mixtral", ALL, DEQUANTIZED),
     ],
 )
 def test_what_transformers_does_not_read_is_said_before_the_run(kind: str, target: str | None, said: str | None, tmp_path: Path) -> None:
@@ -77,7 +79,11 @@ def test_what_transformers_does_not_read_is_said_before_the_run(kind: str, targe
     assert (said is None) == (not [note for note in result.report.notes if "transformers" in note])
     assert [note for note in result.report.notes if "transformers" in note] == list(planned)
     assert torch.equal(logits(load_compressed(tmp_path / "out")), logits(result.model))
-    assert (said is None) == _transformers_agrees(tmp_path / "out", logits(result.model))
+    agrees = _transformers_agrees(tmp_path / "out", logits(result.model))
+    if said == DEQUANTIZED and not unpacks_as_it_reads():  # before 5.21 it unpacks weights alone
+        assert agrees
+    else:
+        assert (said is None) == agrees
 
 
 def test_caches_under_a_name_that_compressed_tensors_does_not_know_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +96,7 @@ def _transformers_agrees(folder: Path, expected: torch.Tensor) -> bool:
     try:
         with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
             return torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(folder).eval()), expected)
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError, IndexError):  # the last before 5.23, where it looks for a scheme and there is none
         return False
 
 
