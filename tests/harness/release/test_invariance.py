@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import MistralConfig, MistralForCausalLM
 
 from compressor import QuantizationModifier, oneshot
+from compressor.model.checkpoints.format import unpacks_as_it_reads
 from harness.release import invariance
 from harness.release.candidate import Candidate
 from harness.reporting.record import CheckRecord
@@ -71,6 +72,9 @@ def test_experts_are_saved_again_as_transformers_dequantized_them(tmp_path: Path
     candidate = Candidate(tmp_path / "base", tmp_path / "out", POLICY, rows, torch.device("cpu"), seed=0)
     (check,) = (check for check in invariance.CHECKS if check.claim is invariance.RELOAD)
     found = check.record(candidate)
+    if scheme == "FP8_DYNAMIC" and not unpacks_as_it_reads():  # before 5.21 it goes on rounding inputs, which what it saves does not
+        assert found.outcome is Outcome.FAIL and "logits are others" in found.summary
+        return
     assert found.outcome is Outcome.PASS and "saved as floats, with save_original_format=False" in found.summary
     saved_otherwise(candidate, monkeypatch)
     assert check.record(candidate).outcome is Outcome.FAIL

@@ -17,6 +17,7 @@ from torch import nn
 from compressor import load_compressed, oneshot
 from compressor.entrypoints.oneshot import OneshotResult
 from compressor.errors import ModelError
+from compressor.model.checkpoints.format import unpacks_as_it_reads
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 
 MoE = Callable[..., nn.Module]
@@ -52,10 +53,10 @@ def _same(left: nn.Module, right: nn.Module) -> bool:
         return torch.equal(left(IDS).logits, right(IDS).logits)
 
 
-def _close(left: nn.Module, right: nn.Module) -> bool:
+def _close(left: nn.Module, right: nn.Module, atol: float = 1e-6) -> bool:
     """Equal but for the order of sums: products of floats depend on where weights lie in memory, and on whether one is made of two."""
     with torch.no_grad():
-        return torch.allclose(left(IDS).logits, right(IDS).logits, rtol=0, atol=1e-6)
+        return torch.allclose(left(IDS).logits, right(IDS).logits, rtol=0, atol=atol)
 
 
 def _same_weights(fused: nn.Module, ours: nn.Module) -> bool:
@@ -108,7 +109,9 @@ def test_floats_beside_quantized_layers_are_read_back(
     result = _compress(tiny_moe(kind), tmp_path / "out", _all(scheme), ignore)
     model, complaints = _reloaded(tmp_path / "out")
     assert complaints == {}
-    assert _close(model, result.model)
+    # Before 5.21 transformers unpacks experts of 8-bit floats to bfloat16, also in a model that computes in float32 as this one.
+    is_rounded = scheme is FP8 and ignore == ["lm_head"] and not unpacks_as_it_reads()
+    assert _close(model, result.model, atol=1e-2 if is_rounded else 1e-6)
     assert _close(load_compressed(tmp_path / "out"), result.model)
 
 
