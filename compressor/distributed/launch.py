@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from compressor.distributed.watch import EndedBySigterm, end_by_sigterm, ignore_sigterm, watched
-from compressor.errors import RankError
+from compressor.errors import RankError, UserInputError
 
 
 def num_ranks() -> int:
@@ -27,6 +27,10 @@ def launched() -> Iterator[None]:
 
     Yields:
         Nothing; where there is one process, nothing is made.
+
+    Raises:
+        UserInputError: this machine has fewer GPUs than ranks.
+        RankError: so it is, and the first rank tells; or this one was ended by SIGTERM.
     """
     if num_ranks() == 1:
         yield
@@ -36,6 +40,7 @@ def launched() -> Iterator[None]:
 
     uses_gpu = torch.cuda.is_available() and dist.is_nccl_available()
     if uses_gpu:
+        _check_gpus(int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     signal.signal(signal.SIGTERM, end_by_sigterm)
     try:
@@ -55,3 +60,13 @@ def launched() -> Iterator[None]:
         ignore_sigterm()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _check_gpus(num_here: int, num_gpus: int) -> None:
+    """Refuse ranks that would share a GPU, which NCCL does not let them."""
+    if num_here > num_gpus:
+        kind = UserInputError if is_first_rank() else RankError  # which one rank tells
+        raise kind(
+            f"ranks: {num_here} processes were started on a machine with {num_gpus} GPU{'s' * (num_gpus > 1)}, and each needs one of its "
+            "own; start one for each GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) and work on the processor"
+        )

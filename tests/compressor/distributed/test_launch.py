@@ -53,6 +53,20 @@ def test_one_process_is_a_rank_that_has_all(monkeypatch: pytest.MonkeyPatch) -> 
         assert not torch.distributed.is_initialized()
 
 
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    for rank, said in (("0", "error: ranks: 2 processes were started on a machine with 1 GPU, and each needs one of its own; "), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main(["oneshot", str(tmp_path), "--recipe", RECIPE, "--output-dir", str(tmp_path / "out")]) != 0
+        found = capsys.readouterr().err
+        assert said in found and (said or not found)
+
+
 def _free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
