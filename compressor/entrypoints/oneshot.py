@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -136,8 +137,10 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     loaded = _load(model, settings, config_dir)
     notes = [*loaded.notes, *unread]
     words = _with_origin(words, settings, loaded, notes)
-    device = _place(loaded, settings, _all_layers_at_once(parsed, chosen))
-    base = base_hashes(loaded.source_dir if ranks.is_first else None)
+    with ThreadPoolExecutor(1) as beside:  # what goes to a GPU is read from the same files, and neither waits for the other
+        hashes = beside.submit(base_hashes, loaded.source_dir if ranks.is_first else None)
+        device = _place(loaded, settings, _all_layers_at_once(parsed, chosen))
+    base = hashes.result()
     # Before anything is done to it; of a folder the first rank alone reads all files.
     identity = model_identity(loaded, base, words.saved) if ranks.is_first or loaded.source_dir is None else {}
     untied = () if settings.tie_word_embeddings else untie(loaded)

@@ -195,7 +195,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
         for name, place in read_header(path).items():
             stream.seek(place.start)
             for piece in in_pieces(tensors[name]):
-                stream.write(piece.cpu().numpy().data)
+                stream.write(piece.numpy().data)
 
 
 @functools.cache

@@ -122,7 +122,7 @@ class CostSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
     max_seq_length: Annotated[Whole | None, Option(metavar="T", read=positive)] = None
     """Tokens kept of each sequence; by default what the model takes, at most 2048."""
     batch_size: Annotated[Whole | None, Option(metavar="B", read=positive)] = None
-    """Sequences in one forward; by default equally long ones together, up to 1024 tokens on a CPU and 2048 on a GPU."""
+    """Sequences in one forward; by default equally long ones together, up to 1024 tokens on a CPU and 8192 on a GPU."""
     pipeline: Annotated[Text | None, Option(choices=("data_free", "basic", "sequential"))] = None
     """`data_free`, `basic` or `sequential`; by default what the modifiers need, or what sequential targets that are named ask for."""
     activation_memory: Annotated[Memory | None, Option(metavar="SIZE")] = None

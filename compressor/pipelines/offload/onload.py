@@ -77,7 +77,8 @@ class WeightsByStretch:
         """
         self._held = frozenset(target for target in self._targets if any(_lies_in(name, target) for name in modules))
         self.put_away()
-        let_go(_outside(self._model, self._targets))
+        if self._targets:
+            let_go(_outside(self._model, self._targets))
         for target in sorted(self._held, key=self._targets.index):
             self._need(target)
             self._look_ahead(target)

@@ -14,7 +14,7 @@ from torch import fx, nn
 from compressor.tracing.graph.nested_values import DATA_SIZED, read_field, structure
 from compressor.tracing.graph.nodes import ROOT, Constant, Place
 from compressor.tracing.graph.program import Program, target_of
-from compressor.tracing.graph.replay import needed_for
+from compressor.tracing.graph.replay import Needs
 from compressor.tracing.targets.records import Guard
 
 _MAX_DEPTH = 8
@@ -340,17 +340,16 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
     Returns:
         What to run for them, and those that no early check can decide.
     """
-    nodes = list(program.flat.nodes)
+    reaching = Needs(list(program.flat.nodes))
     targets = {name or ROOT for name in groups}
     places = [name.rpartition(".") for name in program.reassigned if not name.startswith("?")]
     left = {(id(model.get_submodule(owner)), own) for owner, _, own in places}
     early, late_shapes, late_values, late_results = [], [], [], []
     by_shape = late_by_shape = True
-    writers = _writers(nodes)
     for node in program.guard_nodes:
-        needs = needed_for([node], nodes)
+        needs = reaching.of([node])
         behind = any(one.op == "call_module" and one.target in targets for one in needs)
-        sources = _value_sources(node, {used: [one for one in those if one in needs] for used, those in writers.items()})
+        sources = _value_sources(node, reaching.writers, set(needs))
         if any(_is_of(one, targets) or _is_left_on_module(one, left) for one in sources):
             late_values.append(node)
         elif not behind:
@@ -366,7 +365,7 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
         else:
             late_shapes.append(node)
             late_by_shape = late_by_shape and not any(one.op == "placeholder" for one in sources)
-    entry = tuple(needed_for(early, nodes)) if early else ()
+    entry = tuple(reaching.of(early))
     late = (tuple(late_shapes), tuple(late_values), tuple(late_results))
     return GuardPlan(entry, by_shape and late_by_shape, *late, late_by_shape)
 
@@ -393,17 +392,8 @@ def _is_of_module(node: fx.Node) -> bool:
     return isinstance(asked.args[0], fx.Node) and asked.args[0].op == "call_module"
 
 
-def _writers(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """List, for every node, the calls that write to something through it."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        for used in node.all_input_nodes if node.meta.get("effect") else ():
-            found.setdefault(used, []).append(node)
-    return found
-
-
-def _value_sources(goal: fx.Node, writers: Mapping[fx.Node, Sequence[fx.Node]]) -> set[fx.Node]:
-    """Collect the nodes whose values, and not only shapes, a guard depends on."""
+def _value_sources(goal: fx.Node, writers: Mapping[fx.Node, Sequence[fx.Node]], needs: Collection[fx.Node]) -> set[fx.Node]:
+    """Collect the nodes whose values, and not only shapes, a guard depends on, among those that it needs."""
     found: set[tuple[fx.Node, bool]] = set()
     todo = [(goal, True)]
     while todo:
@@ -411,7 +401,7 @@ def _value_sources(goal: fx.Node, writers: Mapping[fx.Node, Sequence[fx.Node]]) 
         if (node, by_value) in found:
             continue
         found.add((node, by_value))
-        todo += [(writer, True) for writer in writers.get(node, ()) if by_value]
+        todo += [(writer, True) for writer in writers.get(node, ()) if by_value and writer in needs]
         below = by_value and not _asks_shape(node)
         below = below or (not by_value and _is_data_sized(node))
         todo += [(used, below or not _carries_shape(used)) for used in node.all_input_nodes]
@@ -459,7 +449,7 @@ def why_late(guard: fx.Node, program: Program, targets: Collection[str]) -> str:
     asked: Any = guard.args[0]
     expected: Any = guard.args[1]
     targets = {name or ROOT for name in targets}
-    if any(_is_of(one, targets) for one in needed_for([guard], list(program.flat.nodes))):
+    if any(_is_of(one, targets) for one in Needs(list(program.flat.nodes)).of([guard])):
         return (
             f"Python decides by a weight of a sequential target ({expected!r} when traced), and compression changes it; "
             'use pipeline="basic" or other sequential targets'

@@ -9,6 +9,7 @@ are run on copies.
 from __future__ import annotations
 
 import linecache
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -114,14 +115,15 @@ class Program:
         if not cutter.stages:
             raise Refusal("trace: the forward calls none of the sequential targets; give a batch that reaches them, or other targets")
         self.segments = [cutter.build(index) for index in range(len(cutter.stages) + 1)]
-        starts = [self.order[node] for node in cutter.starts]
-        self.calls = [(name, target, sum(start <= number for start in starts)) for name, target, number in self.calls_seen]
+        starts = sorted(self.order[node] for node in cutter.starts)
+        self.calls = [(name, target, bisect_right(starts, number)) for name, target, number in self.calls_seen]
         self.spans = cutter.spans()
         staged = self.segments[1:]
         lasting = set(staged[min(1, len(staged) - 1)].live_in).intersection(staged[len(staged) // 2].live_in)
+        shared = [node for node in self.flat.nodes if node.name in lasting]
         for segment in staged:
             common = lasting.intersection(segment.live_in)
-            segment.own_bytes = segment.live_bytes - _bytes([node for node in self.flat.nodes if node.name in common])
+            segment.own_bytes = segment.live_bytes - _bytes([node for node in shared if node.name in common])
 
     @property
     def least_bytes(self) -> int:
@@ -283,6 +285,12 @@ class _Cutter:
         self._index_of = {group: index + 1 for index, group in enumerate(self.stages)}
         self._last = len(self.stages)
         self._ends = {node: max((self._segment[user] for user in node.users), default=self._segment[node]) for node in flat.nodes}
+        self._own: list[list[fx.Node]] = [[] for _ in range(self._last + 1)]  # nodes of each segment
+        self._live: list[list[fx.Node]] = [[] for _ in range(self._last + 1)]  # what is handed to each
+        for node in flat.nodes:
+            self._own[self._segment[node]].append(node)
+            for index in range(self._segment[node] + 1, self._ends[node] + 1) if not self._is_repeated(node) else ():
+                self._live[index].append(node)
 
     def _place(self, node: fx.Node, groups: Mapping[str, int]) -> None:
         name = target_of(node)
@@ -332,14 +340,10 @@ class _Cutter:
         """True for what every segment reads for itself: constants, and state that the forward does not set."""
         return isinstance(node.target, Constant) or (node.op == "get_attr" and node.target not in self._reassigned)
 
-    def _live_into(self, index: int) -> list[fx.Node]:
-        return [node for node in self._flat.nodes if self._segment[node] < index <= self._ends[node] and not self._is_repeated(node)]
-
     def build(self, index: int) -> Segment:
         """Copy the nodes of one segment into a graph of their own."""
         graph, copies = fx.Graph(), {}
-        live = self._live_into(index)
-        own = [node for node in self._flat.nodes if self._segment[node] == index]
+        live, own = self._live[index], self._own[index]
         needed = {used for node in own for used in node.all_input_nodes}
         # The first segment has the placeholders of the batch among its own nodes.
         if index > 0:

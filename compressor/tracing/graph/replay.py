@@ -86,7 +86,7 @@ def needed_to_show(segment: Segment, names: Collection[str]) -> list[fx.Node] | 
     """
     nodes = list(segment.graph.nodes)
     calls = [node for node in nodes if node.op == "call_module" and target_of(node) in names]
-    needed = set(needed_for([used for call in calls for used in call.all_input_nodes], nodes))
+    needed = set(Needs(nodes).of([used for call in calls for used in call.all_input_nodes]))
     if not needed.isdisjoint(calls):
         return None
     return [node for node in nodes if node in needed or node in calls]
@@ -307,28 +307,36 @@ def _ambient() -> Iterator[Modes]:
         outside.restore()
 
 
-def needed_for(goals: Sequence[fx.Node], nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Collect what must run so that some nodes can.
+class Needs:
+    """What must run so that some nodes of a graph can.
 
-    Args:
-        goals: nodes that are wanted.
-        nodes: all nodes of the graph, in program order.
-
-    Returns:
-        The goals and everything before them that they need, writes to what they need included; in program order.
+    Attributes:
+        writers: the calls that write to something through a node, by that node, in program order.
     """
-    order = {node: number for number, node in enumerate(nodes)}
-    last = max((order[goal] for goal in goals), default=-1)
-    writers: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes[: last + 1]:
-        if node.meta.get("effect"):
-            for used in node.all_input_nodes:
-                writers.setdefault(used, []).append(node)
-    needed, todo = set(goals), list(goals)
-    while todo:
-        node = todo.pop()
-        for other in (*node.all_input_nodes, *writers.get(node, ())):
-            if other not in needed and order[other] <= last:
-                needed.add(other)
-                todo.append(other)
-    return [node for node in nodes[: last + 1] if node in needed]
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        """Look at all nodes of the graph, in program order."""
+        self._order = {node: number for number, node in enumerate(nodes)}
+        self.writers: dict[fx.Node, list[fx.Node]] = {}
+        for node in nodes:
+            for used in node.all_input_nodes if node.meta.get("effect") else ():
+                self.writers.setdefault(used, []).append(node)
+
+    def of(self, goals: Sequence[fx.Node]) -> list[fx.Node]:
+        """Collect what some nodes need.
+
+        Args:
+            goals: nodes that are wanted.
+
+        Returns:
+            The goals and everything before them that they need, writes to what they need included; in program order.
+        """
+        last = max((self._order[goal] for goal in goals), default=-1)
+        needed, todo = set(goals), list(goals)
+        while todo:
+            node = todo.pop()
+            for other in (*node.all_input_nodes, *self.writers.get(node, ())):
+                if other not in needed and self._order[other] <= last:
+                    needed.add(other)
+                    todo.append(other)
+        return sorted(needed, key=self._order.__getitem__)
