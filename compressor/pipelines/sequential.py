@@ -32,7 +32,7 @@ from compressor.pipelines.forward_checks import (
 from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained, return_freed_pages
 from compressor.pipelines.offload.activation_store import open_store
-from compressor.pipelines.offload.onload import WeightsByStretch, weights_by_stretch
+from compressor.pipelines.offload.onload import OnloadedWeights, WeightsByStretch, weights_by_stretch
 from compressor.pipelines.settings import SequentialSettings, around_watched, calibrated_whole, check_base_stream, cut_at_inputs
 from compressor.progress import Progress, Task
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
@@ -164,7 +164,7 @@ def _pass_stages(
         bar.advance()
 
     with (
-        _open_store(state, plan, settings) as store,
+        _open_store(state, plan, settings, isinstance(weights, OnloadedWeights)) as store,
         plan.run(
             data.batches,
             store,
@@ -253,11 +253,11 @@ def _beside(
     return session.only_base_hooks if "required" in asking or ("wanted" in asking and runs_once) else None
 
 
-def _open_store(state: State, plan: Plan, settings: SequentialSettings) -> AbstractContextManager[ValueStore | None]:
+def _open_store(state: State, plan: Plan, settings: SequentialSettings, weights_wait: bool) -> AbstractContextManager[ValueStore | None]:
     """The store of what is live between stages, for the engine that can hand it over."""
     chosen = settings.activation_choices
     if plan.engine == "graph":
-        return open_store(state.model, state.device, sharers=state.ranks.on_host, **chosen)  # type: ignore[arg-type]
+        return open_store(state.model, state.device, weights_wait=weights_wait, sharers=state.ranks.on_host, **chosen)  # type: ignore[arg-type]
     if chosen:
         name, value = next(iter(chosen.items()))
         raise TracingError(

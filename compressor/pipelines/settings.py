@@ -39,7 +39,8 @@ class SequentialSettings:
         verify: batches on which the plan is held against the plain model: none, the first few (all where these are seen to be no proof for
             the others), or all; what they show is right or refused.
         activation_memory: main memory for what is live between stages, in bytes or as text (`4GB`); None: three quarters of what is free.
-        activation_device_memory: the same of a GPU, which is filled first; None: two fifths of what is free.
+        activation_device_memory: the same of a GPU, which is filled first; None: two fifths of what is free, or a tenth where layers come
+            there one by one.
         offload_dir: folder for what does not fit; None makes that an error.
     """
 

@@ -219,7 +219,7 @@ class OneshotSettings(CostSettings, RecordSettings, DataSettings, TrackSettings)
     propagate_error: Annotated[Flag, Option("--no-propagate-error", negates=True, help="calibrate on the flow before compression")] = True
     """False calibrates each layer on what the layers before it gave before they were compressed."""
     activation_device_memory: Annotated[Memory | None, Option(metavar="SIZE")] = None
-    """GPU memory for activations, filled first; by default two fifths of what is free."""
+    """GPU memory for activations, filled first; by default two fifths of what is free, or a tenth where layers come there one by one."""
     offload_dir: Annotated[PathLike | None, Option(metavar="DIR")] = None
     """Folder for activations that fit in neither; without one that is an error."""
     sequential_offload_device: Annotated[OffloadDevice | None, Option()] = None

@@ -28,6 +28,7 @@ from compressor.settings.kinds import parse_bytes
 
 # Shares of what is free when calibration starts: the rest is for statistics, solvers and the forwards themselves.
 HOST_SHARE, DEVICE_SHARE = 0.75, 0.4
+TIGHT_SHARE = 0.1  # of a device that does not hold the model: a stage, its statistics and its solver come first
 _MARKS = 256  # bytes of a storage by which candidates for equality are found before all bytes are compared
 _MAX_CANDIDATES = 8
 
@@ -339,6 +340,7 @@ def open_store(
     activation_memory: int | str | None = None,
     activation_device_memory: int | str | None = None,
     offload_dir: str | Path | None = None,
+    weights_wait: bool = False,
     sharers: int = 1,
 ) -> ActivationStore:
     """Make the store for one run.
@@ -347,8 +349,10 @@ def open_store(
         model: its configurations are kept by reference wherever activations hold one.
         device: that computes.
         activation_memory: bytes of main memory; None takes three quarters of what is free, or an even share of that.
-        activation_device_memory: bytes of GPU memory; None takes two fifths of what is free. There is none to grant on a CPU.
+        activation_device_memory: bytes of GPU memory; None takes two fifths of what is free, or a tenth where weights wait in main memory.
+            There is none to grant on a CPU.
         offload_dir: folder for what fits in neither; None makes that an error.
+        weights_wait: whether layers come to the device one by one.
         sharers: processes of the run on this host.
 
     Returns:
@@ -368,6 +372,7 @@ def open_store(
     on_device = 0
     if device.type == "cuda":
         granted = activation_device_memory
-        on_device = int(DEVICE_SHARE * free_bytes(device)) if granted is None else parse_bytes(granted, "activation_device_memory")
+        share = TIGHT_SHARE if weights_wait else DEVICE_SHARE
+        on_device = int(share * free_bytes(device)) if granted is None else parse_bytes(granted, "activation_device_memory")
     configs = {id(module.__dict__["config"]) for module in model.modules() if "config" in module.__dict__}
     return ActivationStore(device, on_device, host, offload_dir, by_reference=lambda value: id(value) in configs)
