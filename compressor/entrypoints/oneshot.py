@@ -137,10 +137,7 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     loaded = _load(model, settings, config_dir)
     notes = [*loaded.notes, *unread]
     words = _with_origin(words, settings, loaded, notes)
-    with ThreadPoolExecutor(1) as beside:  # what goes to a GPU is read from the same files, and neither waits for the other
-        hashes = beside.submit(base_hashes, loaded.source_dir if ranks.is_first else None)
-        device = _place(loaded, settings, _all_layers_at_once(parsed, chosen))
-    base = hashes.result()
+    device, base = _place_and_hash(loaded, settings, _all_layers_at_once(parsed, chosen), ranks)
     # Before anything is done to it; of a folder the first rank alone reads all files.
     identity = model_identity(loaded, base, words.saved) if ranks.is_first or loaded.source_dir is None else {}
     untied = () if settings.tie_word_embeddings else untie(loaded)
@@ -251,6 +248,16 @@ def _all_layers_at_once(recipe: Recipe, pipeline: str) -> str | None:
         return f"the {pipeline} pipeline has no layers that take turns"
     needy = next((modifier.label for modifier in recipe.modifiers if modifier.needs_all_layers), None)
     return None if needy is None else f"{needy} trains through all layers at one time"
+
+
+def _place_and_hash(
+    loaded: LoadedModel, settings: OneshotSettings, obstacle: str | None, ranks: Ranks
+) -> tuple[torch.device, dict[str, str]]:
+    """What goes to a GPU is read from the files that are hashed, and neither waits for the other. Changes the model."""
+    with ThreadPoolExecutor(1) as beside:
+        hashes = beside.submit(base_hashes, loaded.source_dir if ranks.is_first else None)
+        device = _place(loaded, settings, obstacle)
+    return device, hashes.result()
 
 
 def _place(loaded: LoadedModel, settings: OneshotSettings, obstacle: str | None) -> torch.device:

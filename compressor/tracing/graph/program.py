@@ -285,8 +285,7 @@ class _Cutter:
         self._index_of = {group: index + 1 for index, group in enumerate(self.stages)}
         self._last = len(self.stages)
         self._ends = {node: max((self._segment[user] for user in node.users), default=self._segment[node]) for node in flat.nodes}
-        self._own: list[list[fx.Node]] = [[] for _ in range(self._last + 1)]  # nodes of each segment
-        self._live: list[list[fx.Node]] = [[] for _ in range(self._last + 1)]  # what is handed to each
+        self._own, self._live = ([list[fx.Node]() for _ in range(self._last + 1)] for _ in range(2))  # a segment's nodes, and what it gets
         for node in flat.nodes:
             self._own[self._segment[node]].append(node)
             for index in range(self._segment[node] + 1, self._ends[node] + 1) if not self._is_repeated(node) else ():
@@ -333,8 +332,7 @@ class _Cutter:
         )
 
     def spans(self) -> list[int]:
-        last = [max(self._segment[node] for node in self._target_calls[group]) for group in self.stages]
-        return [0, *last]
+        return [0, *(max(self._segment[node] for node in self._target_calls[group]) for group in self.stages)]
 
     def _is_repeated(self, node: fx.Node) -> bool:
         """True for what every segment reads for itself: constants, and state that the forward does not set."""
