@@ -346,8 +346,11 @@ class Journal:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Let go of the folder; after an error it stays where it holds a finished stage, and the error says so."""
         self._writer.shutdown()
+        self._leave(error)
         if error is None:
             self._wait()
+
+    def _leave(self, error: BaseException | None) -> None:
         if self._is_finished or not self._folder.journal.exists():
             self._folder.unlock()
             return

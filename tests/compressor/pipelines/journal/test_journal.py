@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from compressor.pipelines.journal import Journal, NullJournal, check_places
 from compressor.pipelines.journal.fingerprint import changes
 from compressor.pipelines.journal.place import open_journal
 from compressor.pipelines.journal.run_folder import Lines, RunFolder
-from compressor.pipelines.journal.stage_files import add_report, report_since
+from compressor.pipelines.journal.stage_files import add_report, report_since, write_content
 from compressor.progress import SilentProgress
 from compressor.random_state import RandomState
 
@@ -241,6 +242,75 @@ def test_a_stage_holds_what_was_claimed_or_changed_and_nothing_else(tmp_path: Pa
     entry = Lines.read(tmp_path / "run" / "journal.jsonl").entries[1]
     assert entry["tensors"] == ["layers.0.up.weight", "layers.0.up.bias", "layers.0.norm.weight"]  # not the batch norm
     assert (entry["name"], entry["total"], entry["memories"]) == ("layers.0", 3, [{"num_stages": 1}])
+
+
+def on_a_device(folder: Path, steps: Callable[[Journal, Session, Callable[[int], None]], None]) -> None:
+    """Run steps beside a journal whose session is elsewhere than on the CPU; the third argument opens a stage and changes its weight."""
+    modifier, model = Scaler(), Blocks()
+    with Session(State(model, report=Report()), [modifier]) as session:
+        session.initialize()
+        session.state.device = torch.device("meta")  # of which the journal asks no more than that it is not the CPU
+
+        def stage(index: int) -> None:
+            assert not journal.open_stage(session, index, f"layers.{index}", [f"layers.{index}.up"], 3)
+            model.layers[index].up.weight.data.fill_(index + 1)
+
+        opened = open_journal(folder, resume=False, required=True, fingerprint={}, modifiers=[modifier], output_dir=None)
+        assert isinstance(opened, Journal)
+        with opened as journal:
+            steps(journal, session, stage)
+
+
+def stages_in(folder: Path) -> list[str]:
+    return [entry["name"] for entry in Lines.read(folder / "journal.jsonl").entries if entry["kind"] == "stage"]
+
+
+def test_on_a_device_a_stage_is_written_while_the_next_one_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, folder = threading.Event(), tmp_path / "run"
+
+    def slowly(path: Path, content: Mapping[str, Tensor]) -> None:
+        assert go_on.wait(60)
+        write_content(path, content)
+
+    monkeypatch.setattr("compressor.pipelines.journal.journal.write_content", slowly)
+
+    def steps(journal: Journal, session: Session, stage: Callable[[int], None]) -> None:
+        stage(0)
+        journal.finish_stage(session)
+        assert stages_in(folder) == []
+        session.state.model.get_parameter("layers.0.up.weight").data.zero_()  # what is written is what the stage has left
+        stage(1)
+        go_on.set()
+        journal.finish_stage(session)
+        assert stages_in(folder)[:1] == ["layers.0"]
+        assert journal.kept(0).tensors["layers.0.up"]["weight"].unique().tolist() == [1.0]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        on_a_device(folder, steps)
+    assert stages_in(folder) == ["layers.0", "layers.1"]
+    assert "2 of 3 stages are finished and kept" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("then", ["next stage", "end", "exit"])
+def test_a_disk_that_fails_beside_a_device_is_told_at_the_next_moment(then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: Mapping[str, Tensor]) -> None:
+        raise CheckpointError(f"{path}: no space")
+
+    monkeypatch.setattr("compressor.pipelines.journal.journal.write_content", full)
+
+    def steps(journal: Journal, session: Session, stage: Callable[[int], None]) -> None:
+        stage(0)
+        journal.finish_stage(session)
+        if then == "next stage":
+            stage(1)
+            journal.finish_stage(session)
+        elif then == "end":
+            journal.end_stages(session, ())
+
+    with pytest.raises(CheckpointError, match=r"stage-0000.safetensors: no space"):
+        on_a_device(tmp_path / "run", steps)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_modifier_that_cannot_resume_runs_without_a_journal_unless_one_was_asked_for(tmp_path: Path) -> None:
