@@ -15,6 +15,7 @@ from compressor.model.checkpoints.format import check_schemes, hides_weight, unp
 from compressor.model.experts.format import reader_notes
 from compressor.model.experts.unfuse import weight_converters
 from compressor.model.folder import some
+from compressor.model.loading.load import quiet_transformers
 from compressor.model.targets import ends_of, other_names, outward, text_config
 from compressor.nn import QuantizedLayer
 from compressor.nn.attention.kv_cache import KV_SCALES, attention_modules, cache_argument, kv_args
@@ -123,13 +124,16 @@ def _collects(converter: Any) -> bool:
 def _class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
     """Say why transformers stops at a checkpoint of this model, though its schemes could be read.
 
+    transformers calls `_init_weights` for modules whose weights it has not found under the name `weight`. Most classes ask whether there
+    is one; those that do not raise. It stops at some rules for files, too. Both are tried on a model of the same class without bytes.
+    compressed-tensors stops where a module stands in several places.
+
     Args:
         model: compressed or not; not changed.
         schemes: dotted name of every module that will be quantized to its scheme.
 
     Returns:
-        A sentence, or none: also where transformers (from 5.21 on) unpacks all weights before it looks. Of what is no model of
-        transformers, or cannot be built from its config, nothing is known.
+        A sentence, or none. Of what is no model of transformers, or cannot be built from its config, nothing is known.
     """
     from transformers import PreTrainedModel
 
@@ -142,28 +146,28 @@ def _class_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) ->
             f"transformers does not run this checkpoint of {type(model).__name__} ({name} stands in it as {others[0]}, too, and "
             "compressed-tensors moves no module twice); compressor.load_compressed reads the checkpoint"
         ]
-    if unpacked_at_once(schemes, model):
-        if unpacks_as_it_reads():
-            return []
-        if odd := unpacked_to_bfloat16(schemes, model):
-            return [
-                f"transformers does not run this checkpoint of {type(model).__name__} (before 5.21, as here, it unpacks {some(odd)} to "
-                "bfloat16, whatever the model computes in); compressor.load_compressed reads the checkpoint"
-            ]
-    return _unfilled_notes(model, schemes)
-
-
-def _unfilled_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
-    """Say which class asks for a `weight` that is not there.
-
-    transformers calls `_init_weights` for modules whose weights it has not found under the name `weight`. Most classes ask whether there
-    is one; those that do not raise. That is tried on a model of the same class without bytes.
-    """
-    from transformers import PreTrainedModel
-
-    twin = class_twin(model)
+    unpacks = unpacked_at_once(schemes, model)
+    if unpacks and not unpacks_as_it_reads() and (odd := unpacked_to_bfloat16(schemes, model)):
+        return [
+            f"transformers does not run this checkpoint of {type(model).__name__} (before 5.21, as here, it unpacks {some(odd)} to "
+            "bfloat16, whatever the model computes in); compressor.load_compressed reads the checkpoint"
+        ]
+    twin = class_twin(model) if schemes else None
     if twin is None:
         return []
+    packed = {} if unpacks and unpacks_as_it_reads() else schemes
+    stopped = _stopped_rules(twin, packed) or (_stopped_filling(twin, packed) if packed else None)
+    return [
+        f"transformers does not load quantized layers of {type(model).__name__} ({reason}); compressor.load_compressed reads the checkpoint"
+        for reason in [stopped]
+        if reason is not None
+    ]
+
+
+def _stopped_filling(twin: Any, schemes: Mapping[str, QuantizationScheme]) -> str | None:
+    """Say which class asks for a weight where transformers fills what it has not found under this name. Takes these out of the twin."""
+    from transformers import PreTrainedModel
+
     there = dict(twin.named_modules())
     for name, scheme in schemes.items():
         if name in there and hides_weight(scheme) and not isinstance(there[name], QuantizedLayer):
@@ -174,14 +178,38 @@ def _unfilled_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme])
         try:
             owner._init_weights(module)
         except AttributeError as error:
-            return [
-                f"transformers does not load quantized layers of {type(model).__name__} ({error}, of which the _init_weights of "
-                f"{type(owner).__name__} asks); "
-                "compressor.load_compressed reads the checkpoint"
-            ]
+            return f"{error}, of which the _init_weights of {type(owner).__name__} asks"
         except (RuntimeError, NotImplementedError):  # asks for values, which are not here
             continue
-    return []
+    return None
+
+
+def _stopped_rules(twin: Any, schemes: Mapping[str, QuantizationScheme]) -> str | None:
+    """Say why transformers makes no rules for the files of a quantized model: before it reads one, whatever lies in them.
+
+    A rule that cuts a joined weight shall unpack it first where its parts are no quantized layers, and none may take several tensors and
+    give several. Classes have such rules for files of another form, too (Dinov2's for SwiGLU).
+
+    Args:
+        twin: without bytes; its quantized layers get a scale.
+        schemes: of layers that stay packed; empty where all are unpacked as they load.
+    """
+    from transformers import CompressedTensorsConfig
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
+
+    there = dict(twin.named_modules())
+    if schemes.keys() <= there.keys():  # single experts are not there, and beside them all is unpacked
+        for name in (name for name, scheme in schemes.items() if scheme.weights is not None):
+            there[name].weight_scale = nn.Parameter(torch.empty(1, dtype=torch.float32, device="meta"))
+    with quiet_transformers():  # before 5.21 it says here what only a file can answer
+        quantizer = CompressedTensorsHfQuantizer(CompressedTensorsConfig(), pre_quantized=True)
+    quantizer.validate_environment()  # sets what the rules ask for
+    try:
+        get_model_conversion_mapping(twin, hf_quantizer=quantizer)
+    except ValueError as error:
+        return f"it makes no rule for the files: {error}"
+    return None
 
 
 def check_class_builds(model: nn.Module) -> None:
