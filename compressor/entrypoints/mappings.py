@@ -22,6 +22,7 @@ from compressor.model.loading.sample_batches import sample_batches
 from compressor.model.loading.stand_in import stand_in
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import MappingsSettings
+from compressor.tracing.footprint import Footprint
 from compressor.tracing.picture import Box, Picture, shortened
 
 _WIDTH = 120  # characters of a line of what may not move
@@ -137,7 +138,8 @@ def find_mappings(model: str | Path | nn.Module, settings: MappingsSettings) -> 
         differing=True,
         revision=settings.model_revision,
     )
-    given = sample_batches(stood.model, settings.modality)
+    with Footprint(stood.model):
+        given = sample_batches(stood.model, settings.modality)
     with unfused_experts(stood.model, hold=True) as experts:
         try:
             found = find_pairs(stood.model, given.batches[0], torch.device("cpu"))

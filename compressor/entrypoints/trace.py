@@ -153,7 +153,8 @@ class TraceReport:
 
 def _given(stood: StandIn, settings: TraceSettings) -> SampleBatches:
     if settings.dataset is None:
-        return sample_batches(stood.model, settings.modality)
+        with Footprint(stood.model):
+            return sample_batches(stood.model, settings.modality)
     return _real_batches(stood, settings.dataset, settings.modality)
 
 

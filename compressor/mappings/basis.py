@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from compressor.algorithms.rotations import Rotation, make_rotation
-from compressor.data.collate import Batch, batch_to
+from compressor.data.collate import Batch
 from compressor.errors import TargetError
 from compressor.mappings.alone import close, double, doubled_arguments, input_of, output_of
 from compressor.mappings.pairs import Mappings, ScalePair, pattern_of
@@ -32,7 +32,6 @@ from compressor.nn.build import is_quantizable
 from compressor.nn.online_rotation import turned_already
 from compressor.progress import Progress, SilentProgress
 from compressor.tracing.footprint import Footprint
-from compressor.tracing.picking import excerpt
 
 _SPREAD = 4.0  # of the added vector, over the largest hidden state of a channel: it stands above the rounding of narrow dtypes
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # relative; narrow dtypes round every sum
@@ -81,7 +80,7 @@ def find_basis(model: nn.Module, batch: Batch, device: torch.device, *, progress
         NumericsError: it gives NaN.
     """
     with untied_heads(model) as tied:
-        prober = Prober(model, batch_to(excerpt(batch, 0), device))
+        prober = Prober(model, batch, device)
         with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
             prober.run_plainly()
             search = _Search(prober)
@@ -282,7 +281,7 @@ def find_values(
     Returns:
         The pairs that passed, in their order, each with the size of its heads.
     """
-    prober = Prober(model, batch_to(excerpt(batch, 0), device))
+    prober = Prober(model, batch, device)
     found: list[tuple[ScalePair, int]] = []
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
         prober.run_plainly()

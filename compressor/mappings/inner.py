@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from compressor.data.collate import Batch, batch_to
+from compressor.data.collate import Batch
 from compressor.errors import TargetError
 from compressor.mappings.basis import Watch
 from compressor.mappings.pairs import pattern_of
@@ -22,7 +22,6 @@ from compressor.model.evaluation import evaluation_mode
 from compressor.nn.build import is_quantizable
 from compressor.progress import Progress, SilentProgress
 from compressor.tracing.footprint import Footprint
-from compressor.tracing.picking import excerpt
 
 
 def find_inner(model: nn.Module, batch: Batch, device: torch.device, *, progress: Progress | None = None) -> tuple[str, ...]:
@@ -42,7 +41,7 @@ def find_inner(model: nn.Module, batch: Batch, device: torch.device, *, progress
         TracingError: the forward fails, or gives other bits when it is run again.
         NumericsError: it gives NaN.
     """
-    prober = Prober(model, batch_to(excerpt(batch, 0), device), in_front=True)  # where a rotation of their inputs will stand, or stands
+    prober = Prober(model, batch, device, in_front=True)  # where a rotation of their inputs will stand, or stands
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
         prober.run_plainly()
         sources: dict[str, str] = {}

@@ -39,6 +39,7 @@ from compressor.settings.kinds import DEVICE, MODULE, NAMES, PROGRESS
 from compressor.settings.options import checked
 from compressor.spelling import suggest
 from compressor.tracing.footprint import Footprint
+from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.picking import as_batch, check_model, excerpt
 from compressor.tracing.targets.call_order import plain_forward
 
@@ -79,7 +80,7 @@ def find_pairs(
     if unknown is not None:
         raise TargetError(f"sources: {unknown!r} is no module of {type(model).__name__}; {suggest(unknown, names)}")
     check_model(model)
-    prober = Prober(model, batch_to(excerpt(as_batch(batch), 0), resolve_device(device)), stirs_dead=True)
+    prober = Prober(model, as_batch(batch), resolve_device(device), stirs_dead=True)
     with evaluation_mode(model), Footprint(model), all_experts(model), torch.no_grad():
         prober.run_plainly()
         kinds: dict[str, list[str]] = {}
@@ -151,19 +152,20 @@ class Prober:
         sources: dotted names of norms and linear layers that the forward calls, in the order of their first calls.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, *, in_front: bool = False, stirs_dead: bool = False) -> None:
-        """Take a model and a batch on its device.
+    def __init__(self, model: nn.Module, batch: Batch, device: torch.device, *, in_front: bool = False, stirs_dead: bool = False) -> None:
+        """Take a model and a batch.
 
         Args:
             model: as `find_pairs` has it.
-            batch: an excerpt.
+            batch: an excerpt of it is used, where the model takes one.
+            device: of the model.
             in_front: look at inputs before hooks, and rotations, of the layers do.
             stirs_dead: modules whose weight is all zeros give numbers, too: what reads them can be told, as with any other weight.
         """
         self._in_front, self._stirs_dead = in_front, stirs_dead
         self._stirred: dict[str, Tensor] = {}
         self.sources: list[str] = []
-        self._model, self._batch = model, batch
+        self._model, self._batch, self._whole, self._device = model, batch_to(excerpt(batch, 0), device), batch, device
         self.modules = {name: module for name, module in model.named_modules() if has_weight(module)}
         self.inputs: dict[str, list[Tensor]] = {}
         self.arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of the first call, in which weights are tried
@@ -178,7 +180,11 @@ class Prober:
 
     def run_plainly(self) -> None:
         """Note what every layer is handed, and what the model gives; see `find_pairs` for the errors."""
-        self.outputs = self.forward(self._noting(), plain_forward)
+        try:
+            self.outputs = self.forward(self._noting(), plain_forward)
+        except Unrepeatable:  # the model may take whole batches only, as one whose rows belong together does (MusicGen)
+            self.inputs, self.arguments, self._batch = {}, {}, batch_to(self._whole, self._device)
+            self.outputs = self.forward(self._noting(), plain_forward)
         if self._stirred:
             self.inputs, self.arguments = {}, {}
             self.outputs = self.forward(self._noting(), plain_forward)

@@ -338,7 +338,17 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
     written: set[str] = set()
     lost: list[str] = []
     for batch in _smallest_first(data):
-        now, writes = _calls_and_writes(session, batch_to(batch, session.state.device), list(dict.fromkeys((*owners, *owners.values()))))
+        try:
+            now, writes = _calls_and_writes(
+                session, batch_to(batch, session.state.device), list(dict.fromkeys((*owners, *owners.values())))
+            )
+        except Unrepeatable as error:
+            if not any(batch is one for one in data.batches):  # a part of one, and the model may take whole ones only
+                continue
+            raise CalibrationError(
+                f"forward: the compressed model raises {one_line(error.__cause__ or error)} on a batch that it took before; ignore the "
+                "layers of which its code asks for more than to be called"
+            ) from error
         called, written = called | now, written | writes
         lost = [name for name, owner in owners.items() if owner in called and name not in called]
         if not lost:
@@ -356,15 +366,8 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
 def _calls_and_writes(session: Session, batch: Batch, watched: Sequence[str]) -> tuple[set[str], set[str]]:
     """Run the compressed model on a batch: which modules were called, and to the weights of which was written?"""
     model = session.state.model
-    with session.hooks_disabled(), torch.no_grad(), Footprint(model), calls_of(model, watched) as called:
-        try:
-            with _writes_to(model) as written:
-                plain_forward(model, batch)
-        except Unrepeatable as error:
-            raise CalibrationError(
-                f"forward: the compressed model raises {one_line(error.__cause__ or error)} on a batch that it took before; ignore the "
-                "layers of which its code asks for more than to be called"
-            ) from error
+    with session.hooks_disabled(), torch.no_grad(), Footprint(model), calls_of(model, watched) as called, _writes_to(model) as written:
+        plain_forward(model, batch)
     return called, written
 
 

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from compressor.data import Batch, batch_to
-from compressor.data.collate import call_model, leading_tensor
+from compressor.data.collate import leading_tensor
 from compressor.errors import TargetError
 from compressor.lifecycle import State
 from compressor.tracing.footprint import Footprint
+from compressor.tracing.graph.nodes import Unrepeatable
+from compressor.tracing.targets.call_order import plain_forward
 
 _LOOKED_AT = 64  # batches among which kinds are looked for
 _COLUMNS = 4096  # numbers of an output that are compared for each token, at most
@@ -43,7 +45,7 @@ class OtherBatches:
         self._label = label
         chosen = {f"batch {number} {tuple(leading_tensor(batches[number]).shape)}": batches[number] for number in _kinds(batches)}
         with Footprint(state.model):
-            self._before = {what: (batch := _one_row(one), _outputs(state, batch)) for what, one in {**chosen, **(more or {})}.items()}
+            self._before = {what: _first_outputs(state, one) for what, one in {**chosen, **(more or {})}.items()}
 
     def check(self, state: State) -> None:
         """Run them again.
@@ -91,10 +93,19 @@ def _one_row(batch: Batch) -> Batch:
     return {name: one[row : row + 1] for name, one in batch.items()}
 
 
+def _first_outputs(state: State, batch: Batch) -> tuple[Batch, Tensor]:
+    """What the model gives on one row; on the whole batch where its rows belong together, as those of codebooks do (MusicGen)."""
+    row = _one_row(batch)
+    try:
+        return row, _outputs(state, row)
+    except Unrepeatable:
+        return batch, _outputs(state, batch)
+
+
 @torch.no_grad()
 def _outputs(state: State, batch: Batch) -> Tensor:
     """[tokens, some of the columns], in float32 on the CPU: logits, or the first of what the model gives."""
-    output = call_model(state.model, batch_to(batch, state.device))
+    output = plain_forward(state.model, batch_to(batch, state.device))
     leaves = tree_leaves([getattr(output, "logits", None), dict(output) if hasattr(output, "keys") else output])
     found = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point() and one.dim()]
     if not found:

@@ -105,7 +105,7 @@ class QuIPModifier(RotatingModifier):
             before, others = outputs_of_model(state, batch), OtherBatches(state, self.label)
             turns = [turn for side in ("v", "u") if side in self.rotations for turn in self._turns(state, side)]
             self.turn_online(state, turns, batch)
-            self.check_outputs(state, before, outputs_of_model(state, batch))
+            self.check_outputs(state, batch, before)
             others.check(state)
         self._report(state, turns)
 

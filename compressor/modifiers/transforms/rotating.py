@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
 from compressor.algorithms.rotations import Rotation, RotationKind, has_hadamard, make_rotation, rotation_flops
-from compressor.data.collate import Batch, batch_to, call_model
+from compressor.data.collate import Batch, batch_to
 from compressor.errors import CalibrationError, ModelError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, State
 from compressor.lifecycle.interface import AcrossRanks
@@ -27,14 +27,17 @@ from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.online import notes_of_turned
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
-from compressor.model.loading.sample_batches import sample_batches
+from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.model.targets import ends_of
 from compressor.modifiers.transforms.other_batches import rounding_of
 from compressor.modifiers.transforms.read_past import read_past
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.online_rotation import ALREADY, OnlineRotation, online_rotations, rotated_modules
+from compressor.tracing.footprint import Footprint
+from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.picking import excerpt
+from compressor.tracing.targets.call_order import plain_forward
 
 # The side of a layer on which a rotation in the forward stands, by the name of the rotation.
 SIDES: Mapping[str, str] = MappingProxyType({"R4": "input", "v": "input", "u": "output"})
@@ -130,7 +133,16 @@ class RotatingModifier(Modifier):
                 f"{self.label}: {type(state.model).__name__} has no config to make a batch from; give a dataset and pipeline='basic', "
                 "which reads it"
             )
-        return sample_batches(state.model).batches[0]
+        try:
+            return self.made_batch(state)
+        except ModelError as error:
+            why = str(error).partition("; ")[0]
+            raise ModelError(f"{self.label}: {why}; give a dataset and pipeline='basic', which reads it") from error
+
+    def made_batch(self, state: State, kind: Modality | None = None) -> Batch:
+        """Make a batch that the config allows, of what the model reads first or of a kind; see `sample_batches` for the errors."""
+        with Footprint(state.model):  # such a batch is short, and a forward may change the model for good by that (BigBird)
+            return sample_batches(state.model, kind).batches[0]
 
     def on_finalize(self, state: State) -> bool:
         """Refuse to finish where nobody asked for it: it does nothing in a training."""
@@ -271,22 +283,28 @@ class RotatingModifier(Modifier):
             f"{instead}transform_type: random-matrix"
         )
 
-    def check_outputs(self, state: State, before: Tensor, after: Tensor) -> None:
+    def check_outputs(self, state: State, batch: Batch, before: Tensor) -> None:
         """See that the weights as they were rounded compute what they did; a proof of the rule is another thing.
 
         Args:
             state: of the session.
+            batch: on which it is run.
             before: outputs of the model as it was.
-            after: outputs of the model as it is.
 
         Raises:
             NumericsError: they differ by more than rounding, or hold NaN or infinity before.
         """
         if not bool(before.isfinite().all()):
             raise NumericsError(f"{self.label}: the model gives NaN or infinity as it is; check it in its own dtype on this data")
+        after = outputs_of_model(state, batch)
         difference = float((after - before).square().mean().sqrt() / before.square().mean().sqrt().clamp_min(1e-30))
         dtype = next(state.model.parameters()).dtype
         if not difference <= rounding_of(dtype):
+            if not torch.equal(after, outputs_of_model(state, batch)):
+                raise NumericsError(
+                    f"{self.label}: the model gives other outputs when it is run again, so nothing can be proved on them; switch off what "
+                    "draws random numbers, or give a dataset that holds what it would draw, and pipeline='basic'"
+                )
             raise NumericsError(
                 f"{self.label}: the turned model's outputs are {difference:.2g} off, relative, more than rounding to {dtype} explains; "
                 "leave it out, or load the model with dtype float32"
@@ -429,8 +447,11 @@ def outputs_of_model(state: State, batch: Batch) -> Tensor:
     Returns:
         Logits, or the first of what it gives, in float64 on the CPU.
     """
-    with torch.no_grad():
-        output = call_model(state.model, batch_to(excerpt(batch, 0), state.device))
+    with torch.no_grad(), Footprint(state.model):  # a forward may change the model for good, as BigBird's does on few tokens
+        try:
+            output = plain_forward(state.model, batch_to(excerpt(batch, 0), state.device))
+        except Unrepeatable:  # the model may take whole batches only
+            output = plain_forward(state.model, batch_to(batch, state.device))
     logits = getattr(output, "logits", None)
     first = logits if logits is not None else output if isinstance(output, Tensor) else next(iter(output.values()))
     found: Tensor = first.detach().double().cpu()

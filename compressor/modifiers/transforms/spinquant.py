@@ -27,7 +27,7 @@ from compressor.mappings.turns import Turn, fold_and_turn, has_biases
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.folder import some
-from compressor.model.loading.sample_batches import Modality, reads, sample_batches, unheld
+from compressor.model.loading.sample_batches import Modality, reads, unheld
 from compressor.model.targets import ends_of, text_config
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
@@ -189,7 +189,7 @@ class SpinQuantModifier(RotatingModifier):
             fold_and_turn(state.model, folds, turns, state.own_tensors)
             if basis is not None and basis.tied:
                 _untie(state)
-            self.check_outputs(state, before, outputs_of_model(state, batch))
+            self.check_outputs(state, batch, before)
             others.check(state)
         self._report(state, basis, online, turns)
 
@@ -206,7 +206,7 @@ class SpinQuantModifier(RotatingModifier):
 
     def _made(self, state: State, kind: Modality) -> Batch:
         try:
-            return sample_batches(state.model, kind).batches[0]
+            return self.made_batch(state, kind)
         except ModelError as error:
             raise TargetError(f"{self.label}: R1: the model reads {kind}, the data hold none, and none can be made: {error}") from error
 

@@ -30,6 +30,7 @@ from compressor.model.loading.load import load_model
 from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.nn.experts import UnfusedExperts
 from compressor.spelling import did_you_mean
+from compressor.tracing.footprint import Footprint
 from harness.errors import HarnessError
 from harness.onnx_graph.graph.reading import read_proto
 from harness.onnx_graph.graph.run_session import POLICIES, run_graph, sqnr_db
@@ -337,7 +338,8 @@ def example_batch(module: nn.Module, modality: Modality | None = None, seed: int
     Raises:
         ModelError: there is no sample input for it.
     """
-    batch = sample_batches(module, modality, seed).batches[0]
+    with Footprint(module):  # a forward may change the model for good, as BigBird's does on few tokens
+        batch = sample_batches(module, modality, seed).batches[0]
     takes_mask = "attention_mask" in inspect.signature(module.forward).parameters
     if "input_ids" in batch and takes_mask and "attention_mask" not in batch:
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])  # else decoders look for packed sequences, which torchscript lacks
