@@ -88,13 +88,14 @@ def _run(
 ) -> None:
     state = session.state
     session.send(EventType.CALIBRATION_START)
+    num_notes = len(state.report.notes)
     # An earlier run has finished the stages of all watched modules: what it left is enough, and no forward runs.
     if journal.needs_no_data(watched_modules(session)):
         cut, uncalled, called = partition(state.model, settings.targets), journal.restore_all(session), set[str]()
         rewritten: tuple[str, ...] = ()
     else:
         cut, uncalled, called, rewritten = _run_stages(session, data, progress, settings, journal, weights)
-        journal.end_stages(session, uncalled)
+        journal.end_stages(session, uncalled, state.report.notes[num_notes:])
         state.place_again()
     _send_rest(session, cut, uncalled)
     session.send(EventType.CALIBRATION_END)

@@ -56,6 +56,15 @@ CASES: dict[str, dict[str, Any]] = {
         "engine": "suspend",
     },
     "tuned": {"recipe": LAYERS | {"ScaleTuningModifier": {"steps": 4, "batch_size": 2, "evaluate_every": 1}}},
+    "noted by the plan": {
+        "recipe": {
+            "AutoRoundModifier": {"config_groups": {"g": {"targets": [MLP], "weights": INT4}}, "iters": 2, "batch_size": 2},
+            "QuantizationModifier": {
+                "config_groups": {"g": {"targets": [ATTENTION], "weights": INT4}},
+                "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+            },
+        }
+    },
     "experts": {"recipe": {"GPTQModifier": LAYERS["GPTQModifier"] | {"ignore": ["lm_head", "re:.*gate$"]}}, "model": "experts"},
 }
 ENDS_IN_HALF = {"write", "write_bytes", "write_text", "copyfile", "serialize_file"}  # calls that a kill can leave half done
@@ -184,6 +193,15 @@ def test_killed_while_scales_are_trained(killer: Killer) -> None:
     events = killer.reference("tuned")[2]
     end = next(number for number, event in enumerate(events) if event.startswith("replace end"))
     assert kill_and_resume(killer, "tuned", [(end + 5, "after")]) == {"resumed after stage 12 of 12"}
+
+
+def test_killed_behind_the_last_stage(killer: Killer) -> None:
+    """No stage is planned anew then: what the plan has noted comes back all the same, and in its place."""
+    events = killer.reference("noted by the plan")[2]
+    record = killer.folder / f"run{killer.count}" / "out" / "compression.json"
+    assert any("calibrated as a whole" in note for note in json.loads(record.read_text(encoding="utf-8"))["notes"])
+    end = next(number for number, event in enumerate(events) if event.startswith("replace end"))
+    assert kill_and_resume(killer, "noted by the plan", [(end + 5, "after")]) == {"resumed after stage 3 of 3"}
 
 
 @pytest.mark.nightly

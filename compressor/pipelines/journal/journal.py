@@ -158,12 +158,13 @@ class StageJournal(Protocol):
             session: of the run.
         """
 
-    def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
+    def end_stages(self, session: Session, uncalled: Sequence[str], notes: Sequence[str]) -> None:
         """Note that all samples have passed all stages.
 
         Args:
             session: of the run.
             uncalled: targets that no sample has called.
+            notes: of the report, since the pipeline began: those of the plan belong to no stage.
         """
 
     def finish(self) -> None:
@@ -196,7 +197,7 @@ class NullJournal:
     def finish_stage(self, session: Session) -> None:
         """Nothing is kept."""
 
-    def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
+    def end_stages(self, session: Session, uncalled: Sequence[str], notes: Sequence[str]) -> None:
         """Nothing is kept."""
 
     def finish(self) -> None:
@@ -243,15 +244,22 @@ class Journal:
         """Targets that no sample has called, once all stages are finished."""
         return tuple(self._end["uncalled"]) if self._end else ()
 
+    @property
+    def notes_behind(self) -> list[str]:
+        """Notes of the report from the beginning of the pipeline on, once all stages are finished."""
+        return list(self._end["notes"]) if self._end else []
+
     def needs_no_data(self, watched: Collection[str]) -> bool:
         """Compare the modules of finished stages with those that are still watched."""
         finished = {name for entry in self._done for name in entry["modules"]}
         return self._end is not None and finished.issuperset(watched)
 
     def restore_all(self, session: Session) -> tuple[str, ...]:
-        """Read every stage file, and the random states behind the last stage."""
+        """Read every stage file, and the notes and random states behind the last stage."""
+        num_notes = len(session.state.report.notes)
         for index in range(self.num_resumed):
             self._put_back(session, index)
+        session.state.report.notes[num_notes:] = self.notes_behind
         # Whatever draws random numbers afterwards draws those that it would have drawn.
         self.random_behind().restore()
         return self.uncalled
@@ -314,14 +322,14 @@ class Journal:
         if writing is not None:
             writing.result()
 
-    def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
+    def end_stages(self, session: Session, uncalled: Sequence[str], notes: Sequence[str]) -> None:
         """Write the random states behind the last stage, and the closing line."""
         self._wait()
         if self._end is None:
             path = self._folder.stage_file(None)
             write_content(path, stage_content(session.state, (), look_before(session.state, ()), ())[0])
             sha256 = file_hashes(path.parent, [path.name])[path.name]
-            self._append({"kind": "end", "uncalled": list(uncalled), "sha256": sha256})
+            self._append({"kind": "end", "uncalled": list(uncalled), "notes": list(notes), "sha256": sha256})
 
     def finish(self) -> None:
         """Remove the run folder: the result is where it belongs.

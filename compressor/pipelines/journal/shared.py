@@ -46,8 +46,10 @@ class SharedJournal:
 
     def restore_all(self, session: Session) -> tuple[str, ...]:
         """Put the results of all stages in place, as the first rank reads them."""
+        num_notes = len(session.state.report.notes)
         for index in range(self.num_resumed):
             self._put_back(session, index)
+        session.state.report.notes[num_notes:] = self._ranks.first(lambda: self._journal().notes_behind)
         RandomState(self._ranks.first(lambda: self._journal().random_behind().by_device)).restore()
         return tuple(self._ranks.first(lambda: self._journal().uncalled))
 
@@ -66,9 +68,9 @@ class SharedJournal:
         self._own.finish_stage(session)
         self._let_memory_go(session, -1)
 
-    def end_stages(self, session: Session, uncalled: Sequence[str]) -> None:
+    def end_stages(self, session: Session, uncalled: Sequence[str], notes: Sequence[str]) -> None:
         """Note the end on the first rank."""
-        self._own.end_stages(session, uncalled)
+        self._own.end_stages(session, uncalled, notes)
 
     def finish(self) -> None:
         """Remove what the first rank has kept."""

@@ -306,7 +306,7 @@ def test_a_disk_that_fails_beside_a_device_is_told_at_the_next_moment(then: str,
             stage(1)
             journal.finish_stage(session)
         elif then == "end":
-            journal.end_stages(session, ())
+            journal.end_stages(session, (), ())
 
     with pytest.raises(CheckpointError, match=r"stage-0000.safetensors: no space"):
         on_a_device(tmp_path / "run", steps)
