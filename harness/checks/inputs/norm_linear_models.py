@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from compressor.errors import UserInputError
 from compressor.model.loading.load import quiet_transformers
-from harness.checks.catalogue.registry import NothingToCheckError
+from harness.checks.catalogue.registry import NothingToCheckError, described
 from harness.traceability.architectures import zoo
 
 
@@ -37,7 +37,7 @@ def build(architecture: str, *, seed: int = 0, tied: bool = False) -> nn.Module:
 
     Raises:
         UserInputError: the zoo has no such architecture.
-        NothingToCheckError: it is to be tied, and has no head to tie.
+        NothingToCheckError: it has no head over a vocabulary, or does not run on token ids alone.
     """
     if architecture not in zoo():
         raise UserInputError(f"check: {architecture!r} is no architecture of the zoo; choose one of {', '.join(zoo())}")
@@ -54,6 +54,7 @@ def build(architecture: str, *, seed: int = 0, tied: bool = False) -> nn.Module:
             if parameter.ndim == 1 and parameter.is_floating_point():  # norms and biases
                 parameter.add_(torch.rand(parameter.shape, generator=generator) - 0.5)
         embedding.weight.mul_(4).add_(0.5 * float(embedding.weight.std()) + 0.3)
+    logits_before(architecture, model, token_ids(model, seed=seed)[0])
     return model
 
 
@@ -69,9 +70,8 @@ def token_ids(model: nn.Module, *, seed: int = 0, rows: int = 2, length: int = 1
     Returns:
         Two batches.
     """
-    vocabulary: Any = model.get_input_embeddings()  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, vocabulary.num_embeddings, (rows, length), generator=generator) for _ in range(2)]
+    return [torch.randint(3, _vocabulary(model), (rows, length), generator=generator) for _ in range(2)]
 
 
 def every_id(model: nn.Module, *, length: int = 12) -> Tensor:
@@ -84,23 +84,50 @@ def every_id(model: nn.Module, *, length: int = 12) -> Tensor:
     Returns:
         [B, length].
     """
-    vocabulary: int = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    vocabulary = _vocabulary(model)
     return (torch.arange(-(-vocabulary // length) * length) % vocabulary).reshape(-1, length)
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return len(model.get_input_embeddings().weight)  # type: ignore[operator]
 
 
 def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     """Run a model.
 
     Args:
-        model: a causal language model.
+        model: a language model; the decoder of an encoder-decoder reads the same ids.
         input_ids: [B, T].
 
     Returns:
         [B, T, V].
     """
+    config: Any = model.config
+    decoder = {"decoder_input_ids": input_ids} if getattr(config, "is_encoder_decoder", False) else {}
     with torch.inference_mode():
-        found: Tensor = model(input_ids=input_ids, use_cache=False).logits
+        found: Tensor = model(input_ids=input_ids, use_cache=False, **decoder).logits
     return found
+
+
+def logits_before(architecture: str, model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Run a model that no subject has touched yet: that it does not run is no fault of theirs.
+
+    Args:
+        architecture: its name.
+        model: as for `logits`.
+        input_ids: [B, T].
+
+    Returns:
+        [B, T, V].
+
+    Raises:
+        NothingToCheckError: the model raises something.
+    """
+    try:
+        return logits(model, input_ids)
+    except Exception as error:  # a model raises what it likes
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        raise NothingToCheckError(f"{architecture} does not run on token ids alone in {dtype}: {described(error)}") from error
 
 
 def reloaded(model: nn.Module) -> nn.Module:
@@ -120,9 +147,11 @@ def reloaded(model: nn.Module) -> nn.Module:
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy in another dtype, its computed buffers included where it is float64."""
+    """Return a copy in another dtype, its computed buffers included where it is float64; grouped products of experts take no float64."""
     twin = copy.deepcopy(model).to(dtype)
-    return twin.double() if dtype == torch.float64 else twin
+    if dtype == torch.float64:
+        twin.double().set_experts_implementation("eager")  # type: ignore[operator]
+    return twin
 
 
 @contextmanager

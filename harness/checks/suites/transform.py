@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.norm_linear_models import build, every_id, in_dtype, logits, reloaded, token_ids, truly
+from harness.checks.inputs.norm_linear_models import build, every_id, in_dtype, logits, logits_before, reloaded, token_ids, truly
 from harness.checks.protocols import OnlineTransform, Transform
 from harness.tolerance import T3, climb, vacuous_decoys
+
+Case = TypeVar("Case")
 
 _UNITS = 32.0
 # bfloat16, float32, float64: 32 eps of bfloat16 are a quarter of the output, and hide a doubled head; ours are within 1.5.
@@ -36,7 +38,7 @@ def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str
     def both(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         own = in_dtype(model, dtype)
         with truly(dtype):
-            before = logits(own, ids)
+            before = logits_before(architecture, own, ids)
             _apply(subject, own, context)
             after = logits(own, ids)
         refuse_vacuous(before, max(_OUTPUT_UNITS) * torch.finfo(dtype).eps)
@@ -90,14 +92,31 @@ def every_architecture(subject: Transform, context: CheckContext) -> str:
     if not rest:
         raise NothingToCheckError("the subject claims one architecture only, which check 31 looks at")
     failed = []
-    for architecture in rest:
+
+    def look(architecture: str) -> str:
         try:
             _ladder(subject, architecture, context)
         except CheckFailed as broken:
             failed.append(str(broken))
+        return architecture
+
+    seen = _each(rest, look)
     if failed:
         raise CheckFailed(f"{len(failed)} of {len(rest)} architectures; first: {failed[0]}", failed)
-    return f"{len(rest)} architectures: {', '.join(rest)}"
+    return f"{len(rest)} architectures: {', '.join(seen)}"
+
+
+def _each(cases: Sequence[Case], look: Callable[[Case], str]) -> list[str]:
+    """Look at each, and say why where one cannot be looked at; an error only where that is so of all."""
+    seen, left_out = [], []
+    for case in cases:
+        try:
+            seen.append(look(case))
+        except NothingToCheckError as reason:
+            left_out.append(str(reason))
+    if not seen:
+        raise NothingToCheckError("; ".join(left_out))
+    return [*seen, *left_out]
 
 
 @register(33, "orthogonal", "||R R^T - I|| <= 32 eps sqrt(n)", kind="transform")
@@ -155,8 +174,9 @@ def _hold(actual: Tensor, expected: Tensor, limit: float, what: str) -> None:
 @register(None, "checkpoint", "What is saved and loaded again computes what the transformed model does", kind="transform")
 def checkpoint(subject: Transform, context: CheckContext) -> str:
     """Save and load every architecture, and the first with tied weights: of a checkpoint only weights, buffers and the config count."""
-    cases = [(architecture, False) for architecture in subject.architectures]
-    for architecture, tied in (*cases, (subject.architectures[0], True)):
+
+    def look(case: tuple[str, bool]) -> str:
+        architecture, tied = case
         model = build(architecture, seed=context.seed, tied=tied)
         ids = token_ids(model, seed=context.seed)[0]
         _apply(subject, model, context)
@@ -164,9 +184,12 @@ def checkpoint(subject: Transform, context: CheckContext) -> str:
         limit = _UNITS * torch.finfo(here.dtype).eps
         refuse_vacuous(here, limit)
         loaded = cast(OnlineTransform, subject).reload(model) if "online" in subject.tags else reloaded(model)
-        what = f"{architecture}{' with tied weights' if tied else ''}: what is saved and loaded again does not compute the same"
-        _hold(logits(loaded, ids), here, limit, what)
-    return f"{', '.join(subject.architectures)}, and tied weights"
+        what = f"{architecture}{' with tied weights' if tied else ''}"
+        _hold(logits(loaded, ids), here, limit, f"{what}: what is saved and loaded again does not compute the same")
+        return what
+
+    cases = [(architecture, False) for architecture in subject.architectures]
+    return ", ".join(_each([*cases, (subject.architectures[0], True)], look))
 
 
 @register(None, "repeats", "A second call makes the same weights of an equal model, whatever seed the caller has", kind="transform")
@@ -186,8 +209,8 @@ def repeats(subject: Transform, context: CheckContext) -> str:
 @register(35, "not_vacuous", "The targeted weights did change, each of them", kind="transform")
 def not_vacuous(subject: Transform, context: CheckContext) -> str:
     """Compare parameters by name on every architecture."""
-    count = 0
-    for architecture in subject.architectures:
+
+    def look(architecture: str) -> str:
         model = build(architecture, seed=context.seed)
         targets = list(subject.targets(model))
         before = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -199,8 +222,9 @@ def not_vacuous(subject: Transform, context: CheckContext) -> str:
         still = [name for name in targets if name in after and _change(after[name], before[name]) < _LEAST_CHANGE]
         if still:
             raise CheckFailed(f"{architecture}: {len(still)} of {len(targets)} targeted weights did not change; first: {still[0]}", still)
-        count += len(targets)
-    return f"{count} weights of {len(subject.architectures)} architectures changed"
+        return f"{architecture}: {len(targets)} weights changed"
+
+    return "; ".join(_each(subject.architectures, look))
 
 
 def _change(after: Tensor, before: Tensor) -> float:

@@ -98,6 +98,27 @@ def test_the_ladder_really_computes_in_float64():
     assert 1e-9 < float((coarse - fine).norm() / fine.norm()) < 1e-5
 
 
+@pytest.mark.parametrize(("architecture", "says"), [
+    ("mixtral", None), ("gpt_oss", None), ("jamba", None), ("t5", None), ("ibert", None),
+    ("whisper", "whisper does not run on token ids alone in float32: "), ("xglm", "alone in float64: "), ("fnet", "alone in bfloat16: "),
+])  # fmt: skip
+def test_a_model_that_does_not_run_as_it_is_is_no_fault_of_a_transform(architecture, says):
+    nothing = InPlaceTransform(lambda model, batches: None, ["*"], architectures=[architecture])
+    record = check(nothing, checks=[31]).records[0]
+    assert record.outcome is (Outcome.SKIP if says else Outcome.PASS) and (says or f"{architecture} ") in record.summary, record.summary
+
+
+@pytest.mark.parametrize("number", [32, 35])
+def test_an_architecture_that_cannot_be_looked_at_hides_no_other(number):
+    def double(model, batches):
+        for layer in model.model.layers if (model.config.model_type == "gemma2") is (number == 32) else ():
+            layer.mlp.up_proj.weight.mul_(2)
+
+    wrong = InPlaceTransform(double, ["*.up_proj.weight"], architectures=["llama", "whisper", "gemma2"])
+    record = check(wrong, checks=[number]).records[0]
+    assert record.outcome is Outcome.FAIL and "gemma2: " in record.summary, record.summary
+
+
 def test_nothing_is_said_where_there_is_nothing_to_check():
     outcomes = {record.name: record.outcome for record in check(CentredEmbeddings(), checks=[33, 36]).records}
     assert set(outcomes.values()) == {Outcome.SKIP}
