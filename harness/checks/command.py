@@ -22,7 +22,7 @@ class CheckSettings(Settings):
     checks: Annotated[Texts | None, Option("--check", metavar="NAME", repeats=True)] = None
     """Run only this check, by name or number; may be given several times."""
     expect_failure: Annotated[Texts, Option(metavar="NAME=REASON", repeats=True)] = ()
-    """A check that fails today, and must."""
+    """A check that fails today, by name or number, and must; it has to be one of those that run."""
     profile: Annotated[Text, Option(choices=tuple(PROFILES))] = "pr"
     """How many random inputs are drawn."""
     no_draws: Annotated[Flag, Option()] = False
@@ -43,7 +43,7 @@ def run(settings: CheckSettings) -> Verdict:
         The worst of the reports.
 
     Raises:
-        UserInputError: an expected failure without a reason, or no subject.
+        UserInputError: an expected failure without a reason, or of a check that does not run, or no subject.
     """
     from compressor.errors import UserInputError
     from compressor.json_text import to_json
@@ -58,10 +58,13 @@ def run(settings: CheckSettings) -> Verdict:
         raise UserInputError("--expect-failure: a check without a reason was given; write NAME=REASON")
     if not subjects:
         raise UserInputError(f"{settings.subject}: an empty list was given; name at least one subject")
+    asked = [(one, checks, _those_of(one, reasons) if reasons else []) for one, checks in _asked(subjects, settings.checks, reasons)]
+    if unseen := sorted(reasons.keys() - {name for _, _, own in asked for name in own}):
+        raise UserInputError(f"--expect-failure {unseen[0]}: no subject that is looked at has such a check; leave it out")
     reports = []
-    for one, checks in _asked(subjects, settings.checks, reasons):
-        own = {name: reasons[name] for name in _those_of(one, reasons)} if reasons else {}
-        reports.append(check(one, checks=checks, expected_failures=own, profile=settings.profile, draws=not settings.no_draws))
+    for one, checks, own in asked:
+        expected = {name: reasons[name] for name in own}
+        reports.append(check(one, checks=checks, expected_failures=expected, profile=settings.profile, draws=not settings.no_draws))
     if settings.as_json:
         print(to_json([report.to_dict() for report in reports]), end="")
     else:

@@ -8,6 +8,7 @@ from typing import Any
 
 from harness.checks.catalogue.registry import find_checks
 from harness.checks.run import USABLE, UnusableSubjectError, adapt, check, label_of, labels
+from harness.reporting.expected import known_failures
 from harness.reporting.verdict import Outcome
 
 
@@ -62,7 +63,7 @@ def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures:
 
     Args:
         subjects: as for `harness.check`.
-        expected_failures: reason by name of a check that fails today, for all subjects; strict.
+        expected_failures: reason by name or number of a check that fails today, for all subjects; strict.
 
     Returns:
         The decorator; the test takes `subject` and `check`, and calls `check(subject)`.
@@ -78,7 +79,6 @@ def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures:
     """
     import pytest
 
-    reasons = dict(expected_failures or {})
     parameters = []
     for given in subjects:
         try:
@@ -87,7 +87,8 @@ def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures:
         except UnusableSubjectError as error:
             parameters.append(pytest.param(given, _Unusable(str(error)), id=f"{label_of(given)}-{USABLE.name}"))
             continue
-        find_checks(reasons, kind)
+        find_checks(expected_failures or (), kind)
+        reasons = known_failures(expected_failures or {}, find_checks(None, kind))
         for one in find_checks(None, kind):
             failing = pytest.mark.xfail(reason=reasons.get(one.name, ""), strict=True, raises=CatalogueCheckFailedError)
             marks = [failing] if one.name in reasons else []

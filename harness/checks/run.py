@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,7 +13,8 @@ from compressor.spelling import suggest
 from harness.checks.catalogue.kinds import KINDS
 from harness.checks.catalogue.registry import TAGS, CheckContext, described, find_checks
 from harness.profiles import PROFILES, active_profile
-from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.expected import expect, known_failures
+from harness.reporting.record import Claim
 from harness.reporting.subject_report import SubjectReport
 from harness.reporting.verdict import Outcome
 
@@ -135,7 +136,7 @@ def check(
         subject: offers one of the protocols of `harness.checks.protocols`, or is something that `harness.checks.run` knows: a
             QuantizationArgs or QuantizationScheme, ours or compressed-tensors'.
         checks: names or numbers of the checks to run; by default all that fit the kind of the subject.
-        expected_failures: reason by name of a check that fails today; one that passes all the same is a failure.
+        expected_failures: reason by name or number of a check that fails today; one that passes all the same is a failure.
         profile: dev, change, pr, nightly or release; by default that of --harness-profile, else pr, which repeats exactly.
         draws: False leaves the random inputs out and looks at the fixed ones only.
         seed: of inputs that are drawn once.
@@ -144,7 +145,8 @@ def check(
         The report; a bad subject never raises. Whatever its code raises is a finding, SystemExit too; KeyboardInterrupt ends the run.
 
     Raises:
-        UserInputError: nothing of this kind can be checked, or a check, tag or profile does not exist.
+        UserInputError: nothing of this kind can be checked, a check, tag or profile does not exist, or a check is
+            expected to fail and does not run.
 
     Example:
         >>> from compressor.numerics import QuantizationArgs
@@ -160,8 +162,8 @@ def check(
     except UnusableSubjectError as error:
         return CheckReport(label_of(subject), context.profile.name, (USABLE.record(Outcome.FAIL, str(error), findings=[str(error)]),))
     chosen = find_checks(checks, kind)
-    reasons = dict(expected_failures or {})
-    find_checks(reasons, kind)
+    find_checks(expected_failures or (), kind)
+    reasons = known_failures(expected_failures or {}, chosen)
     records = tuple(expect(one.run(adapted, context), reasons) for one in chosen)
     return CheckReport(name, context.profile.name, records, kind, tags)
 
@@ -192,22 +194,3 @@ def labels(adapted: Any) -> tuple[str, str, tuple[str, ...]]:
     if unknown := sorted(set(tags) - TAGS.keys()):
         raise UserInputError(f"{name}: {unknown[0]!r} is no contract tag; {suggest(unknown[0], list(TAGS))}")
     return name, kind, tuple(sorted(tags))
-
-
-def expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:
-    """Turn a failure that was expected into a skip, and anything else that was expected to fail into a failure.
-
-    Args:
-        record: what a check found.
-        reasons: why a check fails today, by its name.
-
-    Returns:
-        The record that is reported.
-    """
-    reason = reasons.get(record.name)
-    if reason is None:
-        return record
-    if record.outcome is Outcome.FAIL:
-        return replace(record, outcome=Outcome.SKIP, summary=f"fails as expected ({reason}): {record.summary}")
-    text = f"was expected to fail ({reason}), and did not: {record.summary}; take it out of expected_failures"
-    return replace(record, outcome=Outcome.FAIL, summary=text, findings=(text,))

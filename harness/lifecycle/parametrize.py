@@ -12,6 +12,7 @@ from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.report import USABLE
 from harness.lifecycle.subject import Batch
 from harness.lifecycle.verify import TIME_LIMIT, chosen_checks, label_of, verify
+from harness.reporting.expected import known_failures
 from harness.reporting.verdict import Outcome
 
 
@@ -37,7 +38,8 @@ def parametrize_with_checks(
         inputs: as in `verify`.
         tags: as in `verify`.
         refusals: as in `verify`.
-        expected_failures: reason by name of a check that fails today, for all modifiers, or a function that returns it for one; strict.
+        expected_failures: reason by name or number of a check that fails today, for all modifiers, or a function that returns it
+            for one; strict.
         time_limit: as in `verify`.
 
     Returns:
@@ -58,6 +60,8 @@ def parametrize_with_checks(
     for number, modifier in enumerate(modifiers):
         reasons = expected_failures(modifier) if callable(expected_failures) else expected_failures or {}
         chosen_checks(reasons)
+        named = known_failures({key: why for key, why in reasons.items() if key != USABLE}, CHECKS.values())
+        reasons = {**reasons, **named}
         for name in (USABLE, *CHECKS):
             check = BoundCheck(name, model, inputs, tuple(tags), tuple(refusals), time_limit)
             marks = [pytest.mark.xfail(reason=reasons[name], strict=True, raises=CheckFailedError)] if name in reasons else []

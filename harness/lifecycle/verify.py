@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,6 +27,7 @@ from harness.lifecycle.report import USABLE, VerifyReport
 from harness.lifecycle.subject import Batch, Subject, call
 from harness.lifecycle.template import UnusableError, make_template, read_tags
 from harness.profiles import PROFILES, active_profile
+from harness.reporting.expected import expect, known_failures
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 
@@ -59,7 +59,7 @@ def verify(
         inputs: batches for `model`: a tensor, a tuple of positional or a dict of keyword arguments each.
         tags: contract tags, on top of those in the class attribute `contract_tags`.
         refusals: exceptions with which the modifier's own code may turn down what it is asked; those of this library are always allowed.
-        expected_failures: reason by name of a check that fails today; one that passes all the same is a failure.
+        expected_failures: reason by name or number of a check that fails today; one that passes all the same is a failure.
         checks: names or numbers of the checks to run; by default all.
         profile: dev, change, pr or nightly; by default that of --harness-profile, else pr, which repeats exactly.
         time_limit: seconds that one call of the lifecycle may take before it counts as hanging; what other processes take of the
@@ -70,7 +70,8 @@ def verify(
         The report; a bad modifier never raises. Whatever its code raises is a finding, SystemExit too.
 
     Raises:
-        UserInputError: a check, tag or profile that does not exist, or a model without inputs that it runs.
+        UserInputError: a check, tag or profile that does not exist, a check that is expected to fail and does not run, or
+            a model without inputs that it runs.
 
     Example:
         >>> from compressor import QuantizationModifier
@@ -79,8 +80,8 @@ def verify(
         'pass'
     """
     chosen = chosen_checks(checks)
-    reasons = dict(expected_failures or {})
-    chosen_checks(reasons)
+    chosen_checks(expected_failures or ())
+    reasons = known_failures(expected_failures or {}, chosen)
     if profile is not None and profile not in PROFILES:
         raise UserInputError(f"verify: profile={profile!r} does not exist; {suggest(profile, PROFILES)}")
     if model is not None:
@@ -107,7 +108,7 @@ def verify(
     with process_kept(subject.model.modules()):
         records = _run_all(chosen, subject, time_limit)
     usable = _USABLE.record(Outcome.PASS, f"{type(template).__qualname__} of {type(template).__module__}")
-    return VerifyReport(label_of(template), spent.name, (usable, *(_expect(record, reasons) for record in records)))
+    return VerifyReport(label_of(template), spent.name, (usable, *(expect(record, reasons) for record in records)))
 
 
 def _require_batches(model: nn.Module, inputs: object) -> None:
@@ -146,16 +147,6 @@ def _run_alone(check: LifecycleCheck, subject: Subject) -> CheckRecord:
     """Run a check so that the next one meets the process as this one has met it."""
     with process_kept(subject.model.modules()), class_values_kept(subject.template):
         return check.run(subject)
-
-
-def _expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:
-    reason = reasons.get(record.name)
-    if reason is None:
-        return record
-    if record.outcome is Outcome.FAIL:
-        return replace(record, outcome=Outcome.SKIP, summary=f"fails as expected ({reason}): {record.summary}")
-    text = f"was expected to fail ({reason}), and did not: {record.summary}; take it out of expected_failures"
-    return replace(record, outcome=Outcome.FAIL, summary=text, findings=(text,))
 
 
 def _template_of(modifier: object, stopwatch: Stopwatch, time_limit: float) -> Modifier:

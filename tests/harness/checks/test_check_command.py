@@ -98,6 +98,19 @@ def test_expected_failures_turn_a_failure_into_a_skip_and_a_pass_into_a_failure(
     assert "was expected to fail (rounds up), and did not" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(("subject", "flags"), [("GOOD", ["--check", "5"]), ("MIXED", ["--check", "5"]), ("BOTH", [])])
+def test_a_failure_that_nobody_would_see_is_not_expected(subject: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    other = "packer.dense" if subject == "BOTH" else "quantizer.ties"
+    assert main(["check", f"users_quantizer:{subject}", "--no-draws", *flags, "--expect-failure", f"{other}=rounds up"]) == 3
+    caught = capsys.readouterr()
+    assert other in caught.err and not caught.out
+
+
+def test_a_check_is_expected_to_fail_by_its_number_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "users_quantizer:GOOD", "--no-draws", "--check", "5", "--expect-failure", "5=never right"]) == 1
+    assert "was expected to fail (never right), and did not" in " ".join(capsys.readouterr().out.split())
+
+
 def test_junit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "users_quantizer:BAD", "--check", "quantizer.ties", "--no-draws", "--junit"]) == 1
     suite = ElementTree.fromstring(capsys.readouterr().out)[0]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compressor.errors import UserInputError
-from harness import parametrize_with_checks
+from compressor.numerics import QuantizationArgs
+from harness import parametrize_with_catalogue, parametrize_with_checks
+from harness.checks.catalogue.registry import find_checks
 from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
 
@@ -77,6 +80,16 @@ def test_reasons_are_strict_and_failures_say_what_is_wrong(run_file: pytest.RunR
 def test_an_expected_failure_must_name_a_check() -> None:
     with pytest.raises(UserInputError, match=r"lifecycle\.completes"):
         parametrize_with_checks([CalibratingWorker()], expected_failures={"lifecycle.complete": "x"})
+
+
+@pytest.mark.parametrize(("mark", "number"), [
+    (parametrize_with_checks([CalibratingWorker()], expected_failures={"47": "x"}), 47),
+    (parametrize_with_catalogue([QuantizationArgs()], expected_failures={"5": "x"}), 5),
+])  # fmt: skip
+def test_a_check_is_expected_to_fail_by_its_number_too(mark: Any, number: int) -> None:
+    marked = {parameter.values[1].name for parameter in mark.args[1] if parameter.marks}
+    numbers = {**{name: one.number for name, one in CHECKS.items()}, **{one.name: one.number for one in find_checks(None)}}
+    assert marked and {numbers[name] for name in marked} == {number}
 
 
 def test_there_is_a_test_for_every_check() -> None:

@@ -511,6 +511,8 @@ def test_expected_failures_are_strict() -> None:
     unexpected = verify(Willing, checks=list(reasons), expected_failures=reasons).records[-1]
     assert unexpected.outcome is Outcome.FAIL
     assert "take it out" in unexpected.summary
+    numbered = verify(Willing, checks=[47], expected_failures={"47": "by its number"})
+    assert numbered.records[-1].outcome is Outcome.FAIL and "(by its number), and did not" in numbered.records[-1].summary
 
 
 @pytest.mark.parametrize(
@@ -518,6 +520,7 @@ def test_expected_failures_are_strict() -> None:
     [
         ({"checks": ["lifecycle.complete"]}, "did you mean 'lifecycle.completes'"),
         ({"expected_failures": {"completes": "x"}}, "lifecycle.completes"),
+        ({"checks": [47], "expected_failures": {"lifecycle.completes": "x"}}, "'lifecycle.completes': is none of the checks that run"),
         ({"profile": "ci"}, "pr"),
         ({"tags": ["inplace"]}, "did you mean 'in_place'"),
         ({"model": TinyModel(8)}, "give inputs"),

@@ -1,0 +1,61 @@
+"""Failures that are known beforehand: a check that fails as expected is a skip, and one that does not is a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from compressor.errors import UserInputError
+from harness.reporting.record import CheckRecord
+from harness.reporting.verdict import Outcome
+
+
+class Listed(Protocol):
+    """A check, by what it may be called."""
+
+    @property
+    def name(self) -> str:
+        """Dotted, family first."""
+
+    @property
+    def number(self) -> int | None:
+        """In the catalogue."""
+
+
+def known_failures(reasons: Mapping[str, str], chosen: Iterable[Listed]) -> dict[str, str]:
+    """Find the checks that are expected to fail.
+
+    Args:
+        reasons: why a check fails today, by its name or number.
+        chosen: the checks that run.
+
+    Returns:
+        The reason by the name of each check.
+
+    Raises:
+        UserInputError: none of those that run is meant, so that nobody would look whether it fails.
+    """
+    called = [(key, check.name) for check in chosen for key in (check.name, str(check.number)) if key in reasons]
+    if unseen := sorted(reasons.keys() - {key for key, _ in called}):
+        raise UserInputError(f"expected failure {unseen[0]!r}: is none of the checks that run; run it too, or expect nothing of it")
+    return {name: reasons[key] for key, name in called}
+
+
+def expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:
+    """Turn a failure that was expected into a skip, and anything else that was expected to fail into a failure.
+
+    Args:
+        record: what a check found.
+        reasons: why a check fails today, by its name.
+
+    Returns:
+        The record that is reported.
+    """
+    reason = reasons.get(record.name)
+    if reason is None:
+        return record
+    if record.outcome is Outcome.FAIL:
+        return replace(record, outcome=Outcome.SKIP, summary=f"fails as expected ({reason}): {record.summary}")
+    text = f"was expected to fail ({reason}), and did not: {record.summary}; take it out of expected_failures"
+    return replace(record, outcome=Outcome.FAIL, summary=text, findings=(text,))
