@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from compressor.errors import UserInputError
@@ -11,6 +11,9 @@ from harness.lifecycle.driving.time_limit import TimeLimitError
 from harness.lifecycle.subject import CannotTellError, NothingToCheckError, Subject
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
+
+MAIN_THREAD = "only works in main thread"
+"""What Python says of `signal.signal` and `signal.set_wakeup_fd` in other threads."""
 
 CheckFunction = Callable[[Subject], str]
 """Looks into a subject and returns what it saw, in one line; a Violation is a failure."""
@@ -73,8 +76,7 @@ class LifecycleCheck:
         except BaseException as error:  # noqa: BLE001 - a subject may break anything, and call sys.exit(); what it did is the finding
             if (inner := _violation_in(error)) is not None:
                 return self._failed(inner)
-            text = f"the check could not be completed: {describe(error)}"
-            return self.claim.record(Outcome.FAIL, text, evidence={"causes": [describe(error)]}, findings=[text])
+            return self._broken(f"the check could not be completed: {describe(error)}", [describe(error)])
         return self.claim.record(Outcome.PASS, summary)
 
     def _look(self, subject: Subject) -> str:
@@ -92,8 +94,14 @@ class LifecycleCheck:
                 raise Violation(violation.clause, f"{times}, {text}", violation.causes) from violation
 
     def _failed(self, violation: Violation) -> CheckRecord:
-        evidence = {"causes": sorted(violation.causes)}
-        return self.claim.record(Outcome.FAIL, str(violation), evidence=evidence, findings=[str(violation), *_example(violation)])
+        return self._broken(str(violation), sorted(violation.causes), _example(violation))
+
+    def _broken(self, text: str, causes: Sequence[str], example: Sequence[str] = ()) -> CheckRecord:
+        """A failure, unless it is that of a thread which is not the main one: `oneshot` runs where its caller does."""
+        is_of_thread = MAIN_THREAD in text
+        text = f"callbacks run in a thread of their own here, to be given up if they hang: {text}" if is_of_thread else text
+        outcome = Outcome.INCONCLUSIVE if is_of_thread else Outcome.FAIL
+        return self.claim.record(outcome, text, evidence={"causes": list(causes)}, findings=[text, *example])
 
 
 def _violation_in(error: BaseException) -> Violation | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
 import pytest
 
+from compressor.lifecycle import Event, Modifier, State
 from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, counted, run_limited
+from harness.lifecycle.verify import verify
+from harness.reporting.verdict import Verdict
 
 
 def test_answers_and_errors_come_through() -> None:
@@ -77,3 +81,17 @@ def test_a_pause_does_not_count() -> None:
         return "done"
 
     assert run_limited(imports, watch, 1) == "done"
+
+
+class _CatchesSignals(Modifier):
+    def on_initialize(self, state: State) -> bool:
+        return True
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        signal.signal(signal.SIGUSR2, signal.signal(signal.SIGUSR2, signal.SIG_IGN))
+
+
+def test_what_python_refuses_in_the_thread_of_a_callback_is_no_fault() -> None:
+    report = verify(_CatchesSignals, checks=["lifecycle.completes", "lifecycle.surroundings"])
+    assert report.verdict is Verdict.INCONCLUSIVE, report.to_text()
+    assert "in a thread of their own" in report.records[1].summary and "only works in main thread" in report.records[1].summary
