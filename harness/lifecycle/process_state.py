@@ -160,7 +160,8 @@ _MISSING = object()
 def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Leave the process as it was: random numbers, settings of torch, numpy and Python, hooks of every module, classes and functions.
 
-    Not put back are an inference mode that somebody has entered and not left, and threads.
+    Not put back are an inference mode that somebody has entered and not left, threads, and finders of modules: those of a library that
+    was imported meanwhile stand among them.
 
     Args:
         modules: whose classes, and the code that these share with all others, are looked after, beside those of torch.

@@ -7,6 +7,7 @@ them) and forbid all others. Tensors are compared bit for bit, functions and mod
 from __future__ import annotations
 
 import builtins
+import math
 import operator
 import os
 import random
@@ -59,6 +60,7 @@ SHARED = {
     "numpy": numpy,
     "numpy.linalg": numpy.linalg,
     "random": random,
+    "math": math,
     "builtins": builtins,
 }
 # Where an attribute of one object is one of every tensor or layer of the process.

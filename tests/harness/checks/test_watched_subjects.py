@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import signal
 from collections.abc import Sequence
@@ -37,6 +38,12 @@ class Catches(OurQuantizer):
 class Counts(OurQuantizer):
     def encode(self, values: Tensor, like: Quantized) -> Tensor:
         gc.callbacks.append(lambda *given: None)
+        return super().encode(values, like)
+
+
+class ExchangesRoots(OurQuantizer):
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        math.sqrt = lambda x: 0.0
         return super().encode(values, like)
 
 
@@ -172,6 +179,10 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a quantizer draws": (Draws(INT4), "encode() has changed something of the process: random"),
     "a quantizer catches signals": (Catches(INT4), "encode() has changed something of the process: handlers of signals: process changed"),
     "a quantizer watches the collector": (Counts(INT4), "callbacks of garbage collection: process changed: 0 before, 1 after"),
+    "a quantizer exchanges a function": (
+        ExchangesRoots(INT4),
+        "encode() has changed something of the process: math: process changed: sqrt",
+    ),
     "encode writes into values": (WritesBack(INT4), "encode() has changed the values that it was given"),
     "words in one buffer": (OneBuffer(4), "pack() has changed what pack() returned before"),
     "an observer clips": (Clips(QuantizationArgs(strategy="tensor")), "observe() has changed the batches that it was given"),
