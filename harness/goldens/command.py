@@ -93,7 +93,8 @@ def _candidates(settings: FailedSettings) -> list[Candidate]:
     missing = [name for name in settings.names if name not in {candidate.name for candidate in found}]
     if missing:
         held = ", ".join(sorted({candidate.name for candidate in found})) or "none at all"
-        raise GoldenError(f"golden {missing[0]!r}: no failed check of it is on record (there are: {held}); run its test first")
+        where = f"no failed check of it is on record (there are: {held})"
+        raise GoldenError(f"golden {missing[0]!r}: {where}; run its test first, which says what mends a golden that cannot be read")
     return [candidate for candidate in found if not settings.names or candidate.name in settings.names]
 
 

@@ -97,7 +97,7 @@ def same_file(name: str, other: str, *, is_stored: bool = False) -> GoldenError:
     Returns:
         The error.
     """
-    way_out = f", or, if no test uses {other!r} any more, harness golden prune {shlex.quote(other)} --delete" if is_stored else ""
+    way_out = f", or, if no test uses {other!r} any more, {deletion(other)}" if is_stored else ""
     return GoldenError(
         f"golden {name!r}: its file {relative_path(name)} is that of golden {other!r} too, and is not written for both; give one of them "
         f"another name{way_out}: case makes no difference, nor do space and dot, hyphen and underscore"
@@ -124,3 +124,15 @@ def _readable(part: str) -> str:
 def _is_taken(plain: str) -> bool:
     """Whether Windows takes it for a device, or a folder of this name could be taken for a file of the store."""
     return plain.partition(".")[0] in _DEVICES or plain == MANIFEST or plain.endswith(SUFFIX)
+
+
+def deletion(name: str) -> str:
+    """Return the command line that deletes a golden.
+
+    Args:
+        name: of the golden.
+
+    Returns:
+        The line, for a POSIX shell.
+    """
+    return shlex.join(["harness", "golden", "prune", "--delete", *(["--"] if name.startswith("-") else []), name])

@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.errors import GoldenError
 from harness.goldens.store.encoding import decode
 from harness.goldens.store.manifest import GoldenEntry, TensorEntry, Variant, find_entry
-from harness.goldens.store.paths import folder_of, relative_path
+from harness.goldens.store.paths import deletion, folder_of, relative_path
 from harness.goldens.store.provenance import Platform, nearest
 from harness.reporting.verdict import Verdict
 from harness.tolerance import Comparison, TierMap, compare, vacuous_decoys
@@ -133,7 +133,14 @@ class GoldenStore:
         Raises:
             GoldenError: the file is missing, cut off, corrupt, or not the one that the manifest describes.
         """
-        path = self.root / folder_of(entry.name) / variant.file
+        try:
+            return self._load(self.root / folder_of(entry.name) / variant.file, variant)
+        except GoldenError as error:
+            lost = ", all its platforms," if len(entry.variants) > 1 else ""
+            anew = f"delete the golden{lost} with `{deletion(entry.name)}` and write it with `pytest --golden-update=new`"
+            raise GoldenError(f"{error}; with none at hand, {anew}") from error
+
+    def _load(self, path: Path, variant: Variant) -> dict[str, Tensor]:
         try:
             data = path.read_bytes()
         except OSError as error:

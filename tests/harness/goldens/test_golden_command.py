@@ -7,10 +7,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
 from harness import cli
 from harness.errors import GoldenError
@@ -193,11 +195,32 @@ def test_prune_deletes_named_goldens_even_corrupt_ones(run, failed) -> None:
     assert run("prune", "nonsense", "--delete")[0] == 3
 
 
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "of another version": lambda file: file.write_bytes(save({"out": VALUE + 1})),
+    "of other tensors": lambda file: file.write_bytes(save({"in": VALUE})),
+    "with other metadata": lambda file: file.write_bytes(save({"out": VALUE}, metadata={"by": "hand"})),
+    "cut off": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "gone": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_the_error_of_a_damaged_golden_advises_mends_it(run, failed, damage: str) -> None:
+    DAMAGES[damage](failed.root / "z.safetensors")
+    with pytest.raises(GoldenError) as error:
+        failed.check("z", VALUE, inputs={"in": torch.ones(2)})
+    delete, write = re.findall(r"`(.*?)`", str(error.value))
+    assert run("accept", "z")[0] == 3 and "says what mends" in run("accept", "z")[2]
+    assert run(*shlex.split(delete)[2:])[0] == 0 and write == "pytest --golden-update=new"
+    failed.write("z", VALUE, inputs={"in": torch.ones(2)})
+    assert failed.check("z", VALUE, inputs={"in": torch.ones(2)})["verdict"] == "pass"
+
+
 def test_what_the_error_of_a_taken_file_advises_frees_it(run, failed) -> None:
     failed.write("old NAME", VALUE)
     with pytest.raises(GoldenError, match="is that of golden 'old NAME' too") as error:
         failed.check("Old Name", VALUE)
-    advice = re.search(r"harness golden (prune .* --delete)", str(error.value))
+    advice = re.search(r"harness golden (prune --delete '.*?')", str(error.value))
     assert advice
     assert run(*shlex.split(advice[1]))[0] == 0
     assert failed.check("Old Name", VALUE)["verdict"] == "missing"
