@@ -11,8 +11,9 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.memory import hold_memory
+from harness.checks.inputs.pairs import pairwise
 from harness.checks.inputs.planted import POWERS, is_exact, middles_of, tied, tied_weights
-from harness.checks.inputs.presentations import GRAD_MODES, presentations
+from harness.checks.inputs.presentations import GRAD_MODES, WAYS, presentations
 from harness.checks.inputs.solver_problems import (
     Problem,
     each_problem,
@@ -25,7 +26,7 @@ from harness.checks.inputs.solver_problems import (
     solve,
     wide_problem,
 )
-from harness.checks.oracles import nearest
+from harness.checks.oracles import damped, nearest, quadratic_loss, solve_dense
 from harness.checks.protocols import Quantized, Solved, Solver
 from harness.checks.strategies import decisive
 
@@ -257,6 +258,71 @@ def _hold_memory(subject: Solver, one: Problem) -> None:
     hold_memory(lambda x: subject.hessian([x, x[:3]]), "hessian", batches)
     hold_memory(subject.order, "order", hessians)
     hold_memory(lambda weight, hessian: subject.solve([weight], hessian), "solve", weights, hessians)
+
+
+_LAID = ("as it is", "a transposed view", "every other column", "a part of a larger tensor", "a Parameter", "a result that has a gradient")
+_MEETING = {
+    "asked": ("alone", "between two others", "on given scales"),
+    "inputs": ("many tokens", "few tokens", "dead columns"),
+    "values": ("drawn", "a row of zeros", "large"),
+    "hessian": _LAID[::3],
+    "block": (None, 7),
+    "dtype": (torch.float32, torch.bfloat16),
+    "grad": tuple(GRAD_MODES),
+}
+
+
+@register(
+    None,
+    "conditions_meet",
+    "Any two of rows, dtype, values, layouts, gradients, tokens and what is asked may meet: the dense oracle's loss, and codes as always",
+    kind="solver",
+)
+def conditions_meet(subject: Solver, context: CheckContext) -> str:
+    """Solve for each pair of conditions, and for the same weight as an ordinary tensor, alone."""
+    columns = problems(subject)[0].weight.shape[1]
+    cases = pairwise({"laid": _LAID, "rows": (24, 1, columns, columns + 40, 520), **_MEETING})
+    for case in cases:
+        one = _met(columns, **case)
+        alone = solve(subject, one.weight, one.hessian)
+        _hold_oracle(subject, one, alone)
+        weight, hessian = WAYS[case["laid"]](one.weight), WAYS[case["hessian"]](one.hessian)
+        with GRAD_MODES[case["grad"]]():
+            found = _asked(subject, case["asked"], weight, hessian, case["block"], alone)
+        _hold_alike(found, alone, one.name)
+    return f"{len(cases)} problems"
+
+
+def _met(columns: int, rows: int, inputs: str, values: str, dtype: torch.dtype, **others: object) -> Problem:
+    """The problem of a case, with ordinary tensors; the other conditions are named."""
+    name = ", ".join([f"{rows} x {columns}", inputs, values, str(dtype), *(f"{key} {value}" for key, value in others.items())])
+    one = problem(name, rows, columns, columns // 2 if inputs == "few tokens" else 300, seed=11)
+    if inputs == "dead columns":
+        one.hessian[::7], one.hessian[:, ::7] = 0, 0
+    if values == "a row of zeros":
+        one.weight[rows // 2] = 0
+    return replace(one, weight=(one.weight * (2.0**12 if values == "large" else 1)).to(dtype))
+
+
+def _asked(subject: Solver, how: str, weight: Tensor, hessian: Tensor, block: int | None, alone: Solved) -> Solved:
+    """Solve as a case says; who takes no scales is asked as usual."""
+    if how == "between two others":
+        return subject.solve([weight.detach().flip(0) * -0.3, weight, weight.detach().roll(1, 0)], hessian, block)[1]
+    like = alone.quantized if how == "on given scales" and alone.group_C is None else None
+    try:
+        return solve(subject, weight, hessian, block, like)
+    except NothingToCheckError:
+        return solve(subject, weight, hessian, block)
+
+
+def _hold_oracle(subject: Solver, one: Problem, solved: Solved) -> None:
+    """No more loss than the dense oracle has on the same scales, in the columns that are not dead."""
+    H, alive = damped(one.hessian, subject.damp_frac), one.hessian.diagonal() != 0
+    order = subject.order(one.hessian)
+    oracle = solve_dense(one.weight, H, *per_value(solved), subject.code_values, order, solved.values.dtype)[1]
+    own, best = (quadratic_loss((one.weight.double() - x.double())[:, alive], H[alive][:, alive]) for x in (solved.values, oracle))
+    if not own <= (1.01 if len(one.weight) > 1 else 1.1) * best:  # one code of a single row counts
+        raise CheckFailed(f"{one.name}: loss {own:.6g}, the oracle's is {best:.6g}")
 
 
 # A check of the ties of second-order solvers: check 9, where no column moves another.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import harness
 from compressor.numerics import QuantizationArgs
-from harness.checks.adapters.ours import OurObserver, OurPacker, OurQuantizer
+from harness.checks.adapters.ours import OurObserver, OurPacker, OurQuantizer, OurSolver
 from harness.checks.inputs.pairs import pairwise
-from harness.checks.protocols import Quantized
+from harness.checks.protocols import Quantized, Solved
 from tests.harness.checks.test_planted_layers import Subject, where
 
 
@@ -44,12 +45,35 @@ class PositiveViews(OurObserver):
         return Quantized(found.codes, found.scale * 2, found.zero_point) if is_hit else found
 
 
+class RoundsWhere(OurSolver):
+    """No column knows of another where a weight, its Hessian, and how many weights come together, say so."""
+
+    def __init__(self, where: Callable[[Tensor, Tensor, int], bool]) -> None:
+        super().__init__(INT4)
+        self._where = where
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        flat = torch.eye(len(hessian)) * hessian.diagonal().mean()
+        given = [flat if self._where(weight, hessian, len(weights)) else hessian for weight in weights]
+        return [super(RoundsWhere, self).solve([one], H, block_size, like)[0] for one, H in zip(weights, given, strict=True)]
+
+
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor")
 WRONG: dict[str, tuple[Any, str]] = {
     "a square weight that is a view": (SquareViews(INT4), "[32, 32]"),
     "equal codes of a long row": (WideConstants(4), "1031"),
     "values above zero in a view": (PositiveViews(STATIC), "[130, 16]"),
+    "several weights beside dead columns": (
+        RoundsWhere(lambda weight, H, count: count > 1 and bool((H.diagonal() == 0).any())),
+        "dead columns, drawn, torch.float32, laid a transposed view, asked between two others",
+    ),
+    "a square weight in bfloat16": (
+        RoundsWhere(lambda weight, H, count: weight.shape[0] == weight.shape[1] and weight.dtype == torch.bfloat16),
+        "48 x 48, few tokens, drawn, torch.bfloat16",
+    ),
     "a view of one token": (Subject(where(lambda self, x: not x.is_contiguous() and x.shape[:-1].numel() == 1)), "an input of [1"),
     "large values in four dimensions": (Subject(where(lambda self, x: x.dim() == 4 and bool((x.abs() > 1e4).any()))), "large"),
 }
