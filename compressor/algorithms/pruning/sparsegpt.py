@@ -39,6 +39,7 @@ class PrunedWeight:
     relative_error: float
 
 
+@torch.no_grad()
 def prune_sparsegpt(
     weights: Sequence[Tensor],
     hessian_CC: Tensor,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
-from harness.checks.inputs.prune_weights import Pruned, each_ordinary, each_weight, hessian_of, memory_used_again, multiple_of
+from harness.checks.inputs.pairs import pairwise
+from harness.checks.inputs.presentations import GRAD_MODES, LAYOUTS, TENSORS, WAYS
+from harness.checks.inputs.prune_weights import DTYPES, Pruned, each_ordinary, each_weight, hessian_of, memory_used_again, multiple_of
 from harness.checks.oracles import drop_dense
 from harness.checks.protocols import Sparsifier
 from harness.tolerance import T0, compare
@@ -20,20 +23,20 @@ def pattern(subject: Sparsifier, context: CheckContext) -> str:
     """Count zeros in every run of m neighbours, and look at a row that does not divide."""
     if subject.pattern is None:
         raise NothingToCheckError("the subject has no pattern")
-    n, m = subject.pattern
+    seen = each_weight(subject, context, partial(_hold_pattern, subject))
+    return f"{seen}; {_ragged(subject, context, *subject.pattern)}"
 
-    def examined(one: Pruned) -> None:
-        counts = (one.pruned.reshape(len(one.pruned), -1, m) != 0).sum(-1)
-        were_zero = (one.weight.reshape(len(one.pruned), -1, m) == 0).sum(-1)
-        bad = ((counts > n) | (counts < n - were_zero)).nonzero()  # a zero that is kept cannot be told from one that is not
-        if len(bad):
-            row, block = (int(place) for place in bad[0])
-            raise CheckFailed(
-                f"{len(bad)} of {counts.numel()} blocks do not keep {n} of {m}; row {row}, block {block} keeps {int(counts[row, block])}"
-            )
 
-    seen = each_weight(subject, context, examined)
-    return f"{seen}; {_ragged(subject, context, n, m)}"
+def _hold_pattern(subject: Sparsifier, one: Pruned) -> None:
+    n, m = subject.pattern or (1, 1)
+    counts = (one.pruned.reshape(len(one.pruned), -1, m) != 0).sum(-1)
+    were_zero = (one.weight.reshape(len(one.pruned), -1, m) == 0).sum(-1)
+    bad = ((counts > n) | (counts < n - were_zero)).nonzero()  # a zero that is kept cannot be told from one that is not
+    if len(bad):
+        row, block = (int(place) for place in bad[0])
+        raise CheckFailed(
+            f"{len(bad)} of {counts.numel()} blocks do not keep {n} of {m}; row {row}, block {block} keeps {int(counts[row, block])}"
+        )
 
 
 def _ragged(subject: Sparsifier, context: CheckContext, n: int, m: int) -> str:
@@ -73,19 +76,19 @@ def zeros_survive(subject: Sparsifier, context: CheckContext) -> str:
 @register(39, "target_met", "The target sparsity is met to one element per row", kind="sparsifier")
 def target_met(subject: Sparsifier, context: CheckContext) -> str:
     """Count zeros per row, or in all where the subject's scope is the tensor."""
+    return each_weight(subject, context, partial(_hold_target, subject))
 
-    def examined(one: Pruned) -> None:
-        zeros, before = (one.pruned == 0).sum(1).double(), one.zeros_before.double()
-        wanted = subject.sparsity * one.weight.shape[1]
-        if subject.scope == "tensor":
-            zeros, before = zeros.mean()[None], before.mean()[None]
-        off = torch.maximum(wanted - zeros, zeros - wanted - before)  # a zero that was there may have been dropped or kept
-        if float(off.max()) > 1:
-            raise CheckFailed(
-                f"a row has {float(zeros[int(off.argmax())]):g} zeros of {one.weight.shape[1]}, where {wanted:.1f} were asked for"
-            )
 
-    return each_weight(subject, context, examined)
+def _hold_target(subject: Sparsifier, one: Pruned) -> None:
+    zeros, before = (one.pruned == 0).sum(1).double(), one.zeros_before.double()
+    wanted = subject.sparsity * one.weight.shape[1]
+    if subject.scope == "tensor":
+        zeros, before = zeros.mean()[None], before.mean()[None]
+    off = torch.maximum(wanted - zeros, zeros - wanted - before)  # a zero that was there may have been dropped or kept
+    if float(off.max()) > 1:
+        raise CheckFailed(
+            f"a row has {float(zeros[int(off.argmax())]):g} zeros of {one.weight.shape[1]}, where {wanted:.1f} were asked for"
+        )
 
 
 @register(
@@ -98,13 +101,13 @@ def kept_weights(subject: Sparsifier, context: CheckContext) -> str:
     """Compare what is not zero."""
     if subject.second_order:
         raise NothingToCheckError("the subject moves the weights that it keeps")
+    return each_weight(subject, context, _hold_kept)
 
-    def examined(one: Pruned) -> None:
-        found = compare(one.pruned, torch.where(one.pruned != 0, one.weight, torch.zeros_like(one.weight)), T0())
-        if found.distance is not None and found.distance.max_abs:
-            raise CheckFailed(f"kept weights have changed: {found.summary}")
 
-    return each_weight(subject, context, examined)
+def _hold_kept(one: Pruned) -> None:
+    found = compare(one.pruned, torch.where(one.pruned != 0, one.weight, torch.zeros_like(one.weight)), T0())
+    if found.distance is not None and found.distance.max_abs:
+        raise CheckFailed(f"kept weights have changed: {found.summary}")
 
 
 @register(None, "beats_random", "The loss is nearer to that of magnitude pruning than to that of masks drawn at random", kind="sparsifier")
@@ -152,9 +155,7 @@ def _uneven(subject: Sparsifier, context: CheckContext) -> Iterator[tuple[str, T
     m = multiple_of(subject)
     wide = 24 * m if m > 1 else 96
     for rows, columns in ((16, wide), (wide, wide), (131, 24 * m), (3, -(-1031 // m) * m)):
-        weight = (torch.rand((rows, columns), generator=generator) ** 2 + 0.01) * (
-            torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
-        )
+        weight = _uneven_of((rows, columns), generator)
         yield "uneven", weight
         if rows == 16:
             yield "another one of that shape", torch.cat([weight[:1], weight[1:].flip(1)])
@@ -164,10 +165,18 @@ def _uneven(subject: Sparsifier, context: CheckContext) -> Iterator[tuple[str, T
                 yield f"times 2^{power}", torch.ldexp(weight, torch.tensor(power))
 
 
+def _uneven_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    return (torch.rand(shape, generator=generator) ** 2 + 0.01) * (torch.randint(0, 2, shape, generator=generator) * 2 - 1)
+
+
 def _losses(subject: Sparsifier, weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _losses_of(subject, Pruned(weight, hessian, subject.prune(weight, hessian)))
+
+
+def _losses_of(subject: Sparsifier, one: Pruned) -> tuple[Tensor, Tensor, Tensor]:
     """The losses [R] of the subject, of magnitude pruning, and of masks drawn at random, as a mean."""
-    wide, generator = hessian.double(), torch.Generator().manual_seed(3)
-    own = _row_losses(weight, subject.prune(weight, hessian), wide)
+    weight, wide, generator = one.weight, one.hessian.double(), torch.Generator().manual_seed(3)
+    own = _row_losses(weight, one.pruned, wide)
     best = _row_losses(weight, _by_magnitude(subject, weight), wide)
     masks = [_by_magnitude(subject, torch.rand(weight.shape, generator=generator) + 0.01) == 0 for _ in range(16)]
     return own, best, torch.stack([_row_losses(weight, weight.masked_fill(mask, 0.0), wide) for mask in masks]).mean(0)
@@ -198,6 +207,7 @@ def beats_magnitude(subject: Sparsifier, context: CheckContext) -> str:
 
 # A damping of a tenth of the mean diagonal costs 2 % of the norm of a row's error, ours 0.2 %.
 _DAMPING = 1.03
+_FEW_COLUMNS = 100
 
 
 @register(
@@ -217,20 +227,7 @@ def makes_up(subject: Sparsifier, context: CheckContext) -> str:
 
     def examined(one: Pruned) -> None:
         nonlocal worst
-        wide, gone = one.hessian.double(), one.pruned == 0
-        limit = torch.zeros(len(gone), dtype=torch.float64)
-        for order in (torch.arange(len(wide)), wide.diagonal().argsort(descending=True, stable=True)):
-            moved = drop_dense(one.weight, wide, gone, order)
-            rounding = _row_losses(moved, moved.to(one.weight.dtype), wide)
-            limit = torch.maximum(limit, _row_losses(one.weight, moved, wide).sqrt() + 2 * rounding.sqrt())
-        own = _row_losses(one.weight, one.pruned, wide).sqrt()
-        shares = own / limit.clamp(min=1e-6 * float(one.weight.double().abs().max()))  # float32 where next to nothing goes
-        worst, row = max(worst, float(shares.max())), int(shares.argmax())
-        if not float(shares.max()) <= _DAMPING:
-            still = torch.equal(one.pruned, one.weight.masked_fill(gone, 0.0))
-            what = "the pruner moves none of the weights that it keeps: " if still else ""
-            seen = f"{what}row {row} has an error of {own[row]:.4g} where it could have at most {limit[row]:.4g} with the same zeros"
-            raise CheckFailed(seen)
+        worst = max(worst, _hold_made_up(one))
 
     seen = each_ordinary(subject, context, examined)
     for columns in (3, 97, 260, 644):
@@ -238,6 +235,25 @@ def makes_up(subject: Sparsifier, context: CheckContext) -> str:
     for columns, seed in ((97, 1), (97, 2), (644, 3)):  # one shape with other inputs; more columns than are taken at once
         _hold_far_columns(subject, columns, context.seed + seed)
     return f"{seen}, errors at most {worst:.3f} of those of the dense solver"
+
+
+def _hold_made_up(one: Pruned) -> float:
+    """Return the largest share of a row's limit."""
+    wide, gone = one.hessian.double(), one.pruned == 0
+    limit = torch.zeros(len(gone), dtype=torch.float64)
+    for order in (torch.arange(len(wide)), wide.diagonal().argsort(descending=True, stable=True)):
+        moved = drop_dense(one.weight, wide, gone, order)
+        rounding = _row_losses(moved, moved.to(one.weight.dtype), wide)
+        limit = torch.maximum(limit, _row_losses(one.weight, moved, wide).sqrt() + 2 * rounding.sqrt())
+    own = _row_losses(one.weight, one.pruned, wide).sqrt()
+    shares = own / limit.clamp(min=1e-6 * float(one.weight.double().abs().max()) + 1e-300)  # float32 where next to nothing goes
+    row = int(shares.argmax())
+    if not float(shares.max()) <= _DAMPING:
+        still = torch.equal(one.pruned, one.weight.masked_fill(gone, 0.0))
+        what = "the pruner moves none of the weights that it keeps: " if still else ""
+        seen = f"{what}row {row} has an error of {own[row]:.4g} where it could have at most {limit[row]:.4g} with the same zeros"
+        raise CheckFailed(seen)
+    return float(shares.max())
 
 
 def _hold_last_columns(subject: Sparsifier, context: CheckContext, columns: int) -> None:
@@ -325,6 +341,66 @@ def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
         seen = f"the loss of row {row} is {worst:.3g} of that of a row by magnitude pruning"
         raise CheckFailed(f"{shape}: {seen}: the sizes of inputs do not count as they should")
     return f"no row has more than {worst:.3f} of the loss of one by magnitude pruning"
+
+
+_VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "uneven": torch.clone,
+    "above zero": torch.abs,
+    "a row of zeros": lambda w: w * (torch.arange(len(w)) != len(w) - 1)[:, None],
+    "large": lambda w: w * 2.0**8,
+    "small": lambda w: w * 2.0**-8,
+}
+_MEETING = {"values": tuple(_VALUES), "dtype": DTYPES, "grad": tuple(GRAD_MODES)}
+
+
+@register(
+    None,
+    "conditions_meet",
+    "Any two of shape, dtype, values, layouts and gradients may meet: zeros and losses as ever, and what an ordinary weight gives",
+    kind="sparsifier",
+)
+def conditions_meet(subject: Sparsifier, context: CheckContext) -> str:
+    """Prune for each pair of conditions, and the same weight as an ordinary tensor."""
+    m = multiple_of(subject)
+    wide, narrow = (24 * m, 3 * m) if m > 1 else (96, 31)
+    shapes = [(7, wide), (1, wide), (wide, wide), (521, narrow)]
+    if not subject.second_order:
+        shapes.append((3, -(-1031 // m) * m))
+    laid = ("as it is", *LAYOUTS, *TENSORS)
+    cases = pairwise({"laid": laid, "shape": shapes, "hessian": laid[::4], **_MEETING})
+    for case in cases:
+        what = ", ".join(f"{key} {value}" for key, value in case.items())
+        weight = _VALUES[case["values"]](_uneven_of(case["shape"], torch.Generator().manual_seed(context.seed + 5))).to(case["dtype"])
+        hessian = hessian_of(weight.shape[1], context)
+        one = Pruned(weight, hessian, subject.prune(weight, hessian))
+        try:
+            _hold_all(subject, one)
+        except CheckFailed as broken:
+            raise CheckFailed(f"{what}: {broken}") from broken
+        with GRAD_MODES[case["grad"]]():
+            found = subject.prune(WAYS[case["laid"]](weight), WAYS[case["hessian"]](hessian)).detach()
+        _hold_alike(subject, found, one.pruned, what)
+    return f"{len(cases)} weights"
+
+
+def _hold_all(subject: Sparsifier, one: Pruned) -> None:
+    """Hold an ordinary weight to what the other checks say of theirs."""
+    for hold in (_hold_pattern, _hold_target) if subject.pattern else (_hold_target,):
+        hold(subject, one)
+    if not subject.second_order:
+        _hold_kept(one)
+    elif one.weight.shape[1] <= _FEW_COLUMNS:
+        _hold_made_up(one)
+    own, best, chance = (float(part.sum()) for part in _losses_of(subject, one))
+    if not own <= (best + chance) / 2 * (1 + 1e-9):
+        raise CheckFailed(f"loss {own:.4g}, where magnitude pruning has {best:.4g} and masks drawn at random have {chance:.4g}")
+
+
+def _hold_alike(subject: Sparsifier, found: Tensor, expected: Tensor, what: str) -> None:
+    """The same values, but for what sums in another order move in a pruner that makes up for what it drops."""
+    far = float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
+    if found.dtype != expected.dtype or not far <= (0.05 if subject.second_order else 0):
+        raise CheckFailed(f"{what}: another result than that of an ordinary tensor: relative error {far:.3g}")
 
 
 def _says_that_it_reads(subject: Sparsifier) -> bool:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import harness
 from compressor.numerics import QuantizationArgs
+from harness.checks.adapters.modifiers import pruners
 from harness.checks.adapters.ours import OurObserver, OurPacker, OurQuantizer, OurSolver
 from harness.checks.inputs.pairs import pairwise
-from harness.checks.protocols import Quantized, Solved
+from harness.checks.protocols import Pruner, Quantized, Solved
 from tests.harness.checks.test_planted_layers import Subject, where
 
 
@@ -60,6 +61,25 @@ class RoundsWhere(OurSolver):
         return [super(RoundsWhere, self).solve([one], H, block_size, like)[0] for one, H in zip(weights, given, strict=True)]
 
 
+def pruner(name: str, where: Callable[[Tensor, Tensor], bool], wrong: Callable[[Pruner, Tensor, Tensor], Tensor]) -> Pruner:
+    """One of ours, that is wrong where a weight and its Hessian say so."""
+    right = next(one for one in pruners() if one.name == name)
+
+    def prune(weight: Tensor, hessian: Tensor) -> Tensor:
+        return wrong(right, weight, hessian) if where(weight, hessian) else right.prune(weight, hessian)
+
+    return Pruner(prune, right.sparsity, pattern=right.pattern, scope=right.scope, second_order=right.second_order, tags=right.tags)
+
+
+def drops_the_largest(right: Pruner, weight: Tensor, hessian: Tensor) -> Tensor:
+    stays = right.prune(1 / (weight.detach().double().abs() + 1e-9), hessian) != 0
+    return weight.detach() * stays
+
+
+def makes_up_for_nothing(right: Pruner, weight: Tensor, hessian: Tensor) -> Tensor:
+    return weight.detach() * (right.prune(weight, hessian) != 0)
+
+
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor")
 WRONG: dict[str, tuple[Any, str]] = {
@@ -73,6 +93,18 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a square weight in bfloat16": (
         RoundsWhere(lambda weight, H, count: weight.shape[0] == weight.shape[1] and weight.dtype == torch.bfloat16),
         "48 x 48, few tokens, drawn, torch.bfloat16",
+    ),
+    "one row in bfloat16": (
+        pruner("wanda-2of4", lambda weight, H: len(weight) == 1 and weight.dtype == torch.bfloat16, drops_the_largest),
+        "shape (1, 96)",
+    ),
+    "a square weight beside a view": (
+        pruner("magnitude", lambda weight, H: weight.shape[0] == weight.shape[1] and not H.is_contiguous(), drops_the_largest),
+        "shape (96, 96)",
+    ),
+    "many rows in float16": (
+        pruner("sparsegpt", lambda weight, H: len(weight) > 512 and weight.dtype == torch.float16, makes_up_for_nothing),
+        "moves none of the weights that it keeps",
     ),
     "a view of one token": (Subject(where(lambda self, x: not x.is_contiguous() and x.shape[:-1].numel() == 1)), "an input of [1"),
     "large values in four dimensions": (Subject(where(lambda self, x: x.dim() == 4 and bool((x.abs() > 1e4).any()))), "large"),

@@ -158,3 +158,11 @@ def test_layers_that_lose_all_or_nothing_leave_the_share_of_all_together_as_it_i
     assert sum(share * size for share, size in zip(shares, [3, 1, 2, 4], strict=True)) / 10 == pytest.approx(sparsity)
     assert all(0 <= share <= 1 for share in shares) and shares == sorted(shares, reverse=True)
     assert shares[0] - shares[3] <= 0.6 + 1e-12
+
+
+@pytest.mark.parametrize("form", [None, Pattern(2, 4), Pattern(5, 8)])
+def test_a_parameter_is_pruned_where_gradients_are_on(form):
+    weight, hessian = torch.rand(3, 48, generator=torch.Generator().manual_seed(0)), torch.eye(48)
+    (plain,) = prune_sparsegpt([weight], hessian, 0.5 if form is None else form.sparsity, form)
+    (found,) = prune_sparsegpt([torch.nn.Parameter(weight)], hessian, 0.5 if form is None else form.sparsity, form)
+    assert torch.equal(found.weight_RC, plain.weight_RC) and not found.weight_RC.requires_grad
