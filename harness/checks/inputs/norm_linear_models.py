@@ -37,13 +37,18 @@ def build(architecture: str, *, seed: int = 0, tied: bool = False) -> nn.Module:
 
     Raises:
         UserInputError: the zoo has no such architecture.
-        NothingToCheckError: it has no head over a vocabulary, or does not run on token ids alone.
+        NothingToCheckError: it has no head over a vocabulary, cannot be tied, or does not run on token ids alone.
     """
     if architecture not in zoo():
         raise UserInputError(f"check: {architecture!r} is no architecture of the zoo; choose one of {', '.join(zoo())}")
     entry = zoo()[architecture]
     entry = replace(entry, config={**entry.config, "tie_word_embeddings": tied})
-    model = entry.build(seed)
+    try:
+        model = entry.build(seed)
+    except Exception as error:  # a config says in its own way that it takes no such setting
+        if not tied:
+            raise
+        raise NothingToCheckError(f"{architecture} ties no weights: {described(error)}") from error
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise NothingToCheckError(f"{architecture} has no head over its vocabulary")

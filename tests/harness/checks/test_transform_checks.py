@@ -108,6 +108,13 @@ def test_a_model_that_does_not_run_as_it_is_is_no_fault_of_a_transform(architect
     assert record.outcome is (Outcome.SKIP if says else Outcome.PASS) and (says or f"{architecture} ") in record.summary, record.summary
 
 
+def test_who_ties_no_weights_is_looked_at_all_the_same():
+    nothing = InPlaceTransform(lambda model, batches: None, ["*"], architectures=["dbrx"])
+    tied, saved = check(nothing, checks=[34, "transform.checkpoint"]).records
+    assert (tied.outcome, saved.outcome) == (Outcome.SKIP, Outcome.PASS) and "dbrx ties no weights: " in tied.summary
+    assert saved.summary.startswith("dbrx, dbrx ties no weights: "), saved.summary
+
+
 @pytest.mark.parametrize("number", [32, 35])
 def test_an_architecture_that_cannot_be_looked_at_hides_no_other(number):
     def double(model, batches):
