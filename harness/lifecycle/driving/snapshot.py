@@ -57,11 +57,7 @@ SHARED = {
     "torch.nn.init": nn.init,
     "torch.linalg": torch.linalg,
     "torch.Tensor": torch.Tensor,
-    "numpy": numpy,
-    "numpy.linalg": numpy.linalg,
-    "random": random,
-    "math": math,
-    "builtins": builtins,
+    **{module.__name__: module for module in (numpy, numpy.linalg, random, math, builtins)},
 }
 # Where an attribute of one object is one of every tensor or layer of the process.
 CLASSES: tuple[type, ...] = (torch.Tensor, nn.Parameter, nn.Module, nn.Linear)
