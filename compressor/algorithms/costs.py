@@ -8,7 +8,7 @@ Shapes: R rows (out features) of all weights that are solved as one stack, C col
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from compressor.algorithms.babai import NUM_CANDIDATES, can_search, rounding_kernel
 from compressor.algorithms.gptq import Solver
@@ -37,6 +37,59 @@ class Cost(NamedTuple):
     flops: float
     num_columns: int
     num_roundings: int
+
+
+class Work(NamedTuple):
+    """What forwards and trainings of a modifier's own work on: the whole model, or one block of it.
+
+    Attributes:
+        num_samples: sequences.
+        num_tokens: of each.
+        weights: rows, columns and bytes of an element of each weight that the recipe changes, in stacks that read one input.
+        stored_bytes: of all weights, changed or not.
+        given_bytes: what a forward is handed for one sequence.
+        stream_bytes: of one sequence the hidden states: those that a block is handed, those before the head of a model; without a head what
+            the model gives.
+        forward_bytes: what a forward takes for one sequence.
+        saved_bytes: what it keeps for a backward.
+        vocabulary: rows of the output head; 0 where there is none.
+    """
+
+    num_samples: int
+    num_tokens: int
+    weights: Sequence[Sequence[tuple[int, int, int]]]
+    stored_bytes: int
+    given_bytes: float
+    stream_bytes: float
+    forward_bytes: float
+    saved_bytes: float
+    vocabulary: int = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each weight; at least one."""
+        return [rows * columns for stack in self.weights for rows, columns, _ in stack] or [0]
+
+    @property
+    def changed_bytes(self) -> int:
+        """Of all weights that change."""
+        return sum(rows * columns * element for stack in self.weights for rows, columns, element in stack)
+
+
+class Memory(NamedTuple):
+    """What such work takes.
+
+    Attributes:
+        kept_bytes: in main memory from its beginning to its end; what a modifier behind the stages needs lies beside these, too.
+        statistics_bytes: sums over the samples, while forwards run.
+        working_bytes: beyond weights and these, at the worst moment that is no plain forward.
+        doing: that moment.
+    """
+
+    kept_bytes: float = 0
+    statistics_bytes: float = 0
+    working_bytes: float = 0
+    doing: Literal["compress", "train"] = "compress"
 
 
 def rounding_cost(rows: Sequence[int], columns: int, element_bytes: int) -> Cost:

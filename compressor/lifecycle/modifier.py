@@ -158,6 +158,11 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
         """
         return "unused"
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether forwards of its own keep something for a backward, which a plan must look at; False unless overridden."""
+        return False
+
     def check_settings(self) -> None:
         """Refuse settings that no other modifier makes up for; called once a recipe is whole, and again when it is initialized.
 
@@ -306,6 +311,19 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
         """
         del model
         return []
+
+    def watches(self, model: nn.Module) -> list[str]:
+        """Name the modules that it will hook while data flows, for a plan: layers are cut at them, or run whole around them.
+
+        Args:
+            model: with or without values; not modified.
+
+        Returns:
+            Dotted names; unless overridden, of all that it would change where it needs data that flow, and else of none.
+        """
+        if self.calibration_need in ("none", "own"):
+            return []
+        return [module.name for module in self.plan(model) if module.reason is None]
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue] | None:
         """Say what a resumed run must know of a finished stage beside model and report.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from compressor.algorithms.autoround import LearnedRounding
+from compressor.algorithms.costs import FLOAT32_BYTES, Memory, Work
 from compressor.algorithms.rtn import squared_sums
 from compressor.errors import CalibrationError, SchemeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, ModuleRecord, State
@@ -29,6 +30,7 @@ from compressor.modifiers.schemes.targets import scheme_label
 from compressor.modifiers.tuning.blocks import BlockCalls, BlockLoss, weights_tried
 from compressor.modifiers.tuning.budget import frozen
 from compressor.modifiers.tuning.gradients import Unreached, saved_values_checked, told_unreached
+from compressor.modifiers.tuning.sequences import sequences_at_once
 from compressor.nn import weight_of
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.straight_through import through_rounding
@@ -106,10 +108,14 @@ class AutoRoundModifier(SchemeModifier):
             raise SchemeError(
                 f"{self.label}: observer {choosing} chooses ranges, which are learned here from the whole range on; leave it out"
             )
-        layers = [name for name in partition(state.model, None).targets if name]
-        self._blocks = {name: next((one for one in layers if name.startswith(f"{one}.")), name) for name in self._pending}
+        self._blocks = _blocks_of(state.model, self._pending)
         self._calls, self._block_handles = {}, {}
         return done
+
+    def watches(self, model: nn.Module) -> list[str]:
+        """The blocks that it learns from, and what else has static ranges; see the base."""
+        blocks = dict.fromkeys(_blocks_of(model, self.resolve(model)).values()) if self.iters else ()
+        return [*super().watches(model), *blocks]
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Hook the blocks."""
@@ -194,6 +200,24 @@ class AutoRoundModifier(SchemeModifier):
             return 0
         return num_samples + (_MEASUREMENTS + 1) * min(_JUDGES, num_samples) + 3 * self.iters * self.batch_size
 
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether its forwards keep something for a backward."""
+        return self.iters > 0
+
+    def block_memory(self, work: Work) -> Memory:
+        """Say what learning a block takes: its calls and targets, and of each weight offsets, now and at the best, values and gradients."""
+        if not self.iters:
+            return Memory()
+        size, wide = sum(work.sizes), FLOAT32_BYTES
+        rows, judges = (sequences_at_once(min(number, work.num_samples), work.num_tokens) for number in (self.batch_size, _JUDGES))
+        call = work.given_bytes + 3 * work.stream_bytes  # a copy of what is handed; output, target and their difference
+        forward = 2 * wide * size + 2 * work.changed_bytes + rows * (call + work.saved_bytes)
+        step = 2 * wide * size + 2 * work.changed_bytes + 6 * wide * max(work.sizes)
+        measuring = 3 * wide * size + work.changed_bytes + judges * (call + work.forward_bytes)
+        kept = work.num_samples * (work.given_bytes + work.stream_bytes)
+        return Memory(kept, 0, max(forward, step, measuring), "train")
+
     def _weights(self, name: str) -> QuantizationArgs:
         args = self._schemes[name].weights
         assert args is not None
@@ -263,6 +287,12 @@ class AutoRoundModifier(SchemeModifier):
         off, size = squared_sums(weight_of(self._pending[name]), codes_RC, qparams, args)
         record = ModuleRecord(name, type(self).__name__, scheme_label(args), off / size if size else 0.0, None, details)
         return codes_RC, qparams, record
+
+
+def _blocks_of(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """The layer that each module lies in; itself where it lies in none."""
+    layers = [name for name in partition(model, None).targets if name]
+    return {name: next((one for one in layers if name.startswith(f"{one}.")), name) for name in names}
 
 
 def _inputs_rounded(module: nn.Module, scheme: QuantizationScheme, name: str) -> ExitStack:

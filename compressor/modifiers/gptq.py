@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from compressor.algorithms.babai import can_search
 from compressor.algorithms.costs import Cost, gptq_cost
@@ -202,6 +202,10 @@ class GPTQModifier(SchemeModifier):
                 f"({most} most of them, {dead[most]}); nothing is known of these columns, so their weights were rounded to nearest"
             )
         return super().on_finalize(state)
+
+    def watches(self, model: nn.Module) -> list[str]:
+        """All that it quantizes, and what else has static ranges; see the base."""
+        return [*super().watches(model), *self.resolve(model)]
 
     def compress(self, state: State, names: list[str]) -> None:
         """Solve the named modules, those with one input and one format together; each by the rank that owns it."""

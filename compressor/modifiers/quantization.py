@@ -243,6 +243,10 @@ class QuantizationModifier(TrainingModifier):
         """`basic` for static input ranges, `own` for weights whose observer asks for their inputs, else `none`."""
         return "basic" if self.needs_inputs else "own" if self.needs_importance else "none"
 
+    def forwards_of_training(self, num_samples: int) -> float:
+        """Say what it costs beside the stages: one pass over the data where an observer asks for inputs."""
+        return float(num_samples) if self.needs_importance else 0.0
+
     def on_initialize(self, state: State) -> bool:
         """Resolve targets, and say whose ranges may be narrowed."""
         done = super().on_initialize(state)

@@ -12,13 +12,14 @@ from typing import ClassVar
 
 from pydantic import Field, PrivateAttr
 
+from compressor.algorithms.costs import Memory, Work
 from compressor.errors import CalibrationError, RecipeError, SchemeError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import Detail, StageValue
 from compressor.model.evaluation import evaluation_mode
-from compressor.modifiers.tuning.base_outputs import BaseOutputs
+from compressor.modifiers.tuning.base_outputs import BaseOutputs, training_memory
 from compressor.modifiers.tuning.budget import Budget, Outcome, tune
 from compressor.modifiers.tuning.moves import Moves
 from compressor.modifiers.tuning.sequences import Split
@@ -133,6 +134,15 @@ class ScaleTuningModifier(Modifier):
         held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
         measurements = 1 + -(-self.steps // self._every)
         return num_samples + measurements * held_out + 3 * self.steps * min(self.batch_size, num_samples)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """True: its forwards keep something for a backward."""
+        return True
+
+    def own_memory(self, work: Work) -> Memory:
+        """Say what it takes: every compressed layer holds a float weight, which scales make anew in each step."""
+        return training_memory(work, self.batch_size, work.changed_bytes)
 
     @property
     def _every(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compressor.pipelines.registry import PIPELINES, choose_pipeline, run_pipeline
+from compressor.pipelines.registry import NOT_BY_LAYERS, PIPELINES, choose_pipeline, pipeline_that_runs, run_pipeline
 from compressor.pipelines.settings import SequentialSettings
 
-__all__ = ["PIPELINES", "SequentialSettings", "choose_pipeline", "run_pipeline"]
+__all__ = ["NOT_BY_LAYERS", "PIPELINES", "SequentialSettings", "choose_pipeline", "pipeline_that_runs", "run_pipeline"]

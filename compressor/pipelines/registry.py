@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from compressor.data import CalibrationData
-from compressor.errors import DatasetError, RecipeError
+from compressor.errors import DatasetError, RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Modifier, Session
 from compressor.pipelines import basic, data_free, sequential
 from compressor.pipelines.journal import StageJournal
@@ -15,6 +15,7 @@ from compressor.pipelines.settings import SequentialSettings
 from compressor.progress import Progress
 
 PIPELINES = ("data_free", "basic", "sequential")
+NOT_BY_LAYERS = "no modifier looks at layers one after another"
 
 _NEEDS: Mapping[CalibrationNeed, str] = MappingProxyType(
     {"none": "data_free", "own": "basic", "basic": "basic", "sequential": "sequential"}
@@ -35,12 +36,27 @@ def choose_pipeline(modifiers: Sequence[Modifier], override: str | None = None, 
 
     Raises:
         RecipeError: no such pipeline, or one without data for a modifier that calibrates.
-        TargetError: settings for a pipeline that has no sequential targets.
+        TargetError: settings for a pipeline that has no sequential targets, or passes where layers are not run one after another.
     """
     settings = settings or SequentialSettings()
     chosen = _chosen(modifiers, override, settings.targets)
     settings.refuse_without_use(chosen)
+    if modifiers and pipeline_that_runs(chosen, modifiers) != chosen and settings.passes != "auto":
+        raise TargetError(f"passes: {settings.passes!r} was given, but {NOT_BY_LAYERS}; leave it out")
     return chosen
+
+
+def pipeline_that_runs(chosen: str, modifiers: Iterable[Modifier]) -> str:
+    """Say which pipeline runs where one was chosen: layers are not run one after another where no modifier looks at them so.
+
+    Args:
+        chosen: one of PIPELINES.
+        modifiers: of the run.
+
+    Returns:
+        One of PIPELINES; `basic` in the place of `sequential` where that is so.
+    """
+    return "basic" if chosen == "sequential" and not any(_looks_at_stages(modifier) for modifier in modifiers) else chosen
 
 
 def _chosen(modifiers: Sequence[Modifier], override: str | None, targets: Sequence[str] | None) -> str:
@@ -87,9 +103,9 @@ def run_pipeline(
         data_free.run(session, progress=progress)
     elif data is None:
         raise DatasetError(f"pipeline: {name} was chosen without calibration data; give a dataset")
-    elif name == "basic" or not any(_looks_at_stages(modifier) for modifier in session.modifiers):
+    elif pipeline_that_runs(name, session.modifiers) == "basic":
         if name != "basic":
-            session.state.report.notes.append("no modifier looks at layers one after another, so they were not run so")
+            session.state.report.notes.append(f"{NOT_BY_LAYERS}, so they were not run so")
         basic.run(session, data, progress=progress, journal=journal)
     else:
         sequential.run(session, data, progress=progress, settings=settings, journal=journal)

@@ -218,10 +218,9 @@ def _trace(
             put_away=weights.put_away,
         )
 
-    if settings.num_passes == 2:
-        return plan(layers, settings.engine, 1), False
     if not watched:
-        state.report.notes.append("each layer ran twice, for nothing in it learns from what it is handed, where it could be cut")
+        state.report.notes.append("layers were not run for all batches, for nothing in the recipe learns from what flows through them")
+    if settings.num_passes == 2 or not watched:
         return plan(layers, settings.engine, 1), False
     try:
         found = plan(cut_at_inputs(state.model, watched, layers), "graph", "input")

@@ -19,7 +19,7 @@ from compressor.algorithms.gptq import quantize_gptq
 from compressor.numerics import preset_scheme
 from compressor.numerics.precision import widened_products
 
-Phase = Literal["load", "calibrate", "compress", "propagate", "save"]
+Phase = Literal["load", "calibrate", "compress", "propagate", "train", "save"]
 Held = Literal["everything", "weights", "layer", "nothing"]
 
 

@@ -6,7 +6,6 @@ not seen, which for attention would be wrong by a whole score matrix: `scaled_do
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,113 +15,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from compressor.planning.operations import FROM_SHAPES, LIGHT_OPERATIONS, run_mixed, tensors_in
 from compressor.planning.repeats import filled, outside, repeated_layers, shapes_of, standing_in
-
-# Operations on tensors of which some have values and some have only shapes.
-#
-# Forwards look at some values: is a mask all ones, where does a sequence begin. What does not depend on a weight is therefore computed for
-# real, on the CPU, and joins the tensors of the meta device where the two meet.
-
-_SMALL = 1 << 22  # elements of a tensor made from nothing, up to which its values are at hand
-_INDEXING = (torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._unsafe_index)
-
-_MADE = ("ones_like", "zeros_like", "empty_like", "full_like", "new_ones", "new_zeros", "new_empty", "new_full")
-# Cheap enough to run twice: where less is live ahead of it, a recorded graph keeps that.
-_LIGHT = ("pow", "mean", "rsqrt", "mul", "add", "sub", "div", "_to_copy", "var", "sqrt", "native_layer_norm", "_fused_rms_norm", "view")
-_LIGHT_OPERATIONS = frozenset(getattr(torch.ops.aten, name) for name in _LIGHT)
-FROM_SHAPES = frozenset(getattr(torch.ops.aten, name) for name in _MADE)  # what they give depends on no value of what they are given
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Collect the tensors in a value.
-
-    Args:
-        value: containers of anything.
-
-    Returns:
-        The tensors, in their order.
-    """
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def run_mixed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an operation: on the CPU while all its tensors are there, else on the meta device.
-
-    Args:
-        func: an overload of an operation of torch.
-        args: its arguments.
-        kwargs: its named arguments.
-
-    Returns:
-        What it gives.
-    """
-    devices = {tensor.device.type for tensor in tensors_in((args, kwargs))}
-    wanted = kwargs.get("device")
-    if wanted is not None and "meta" in devices:
-        kwargs = {**kwargs, "device": torch.device("meta")}  # there is nothing to copy to another device
-    elif wanted is not None and torch.device(wanted).type == "meta" and _is_small(func, args):
-        kwargs = {**kwargs, "device": torch.device("cpu")}
-    if devices == {"cpu", "meta"}:
-        args, kwargs = tree_map_only(Tensor, _on_meta, (_indices(func, args), kwargs))
-    adapted = _ADAPTED.get(func._overloadpacket)
-    return func(*args, **kwargs) if adapted is None else adapted(func, *args, **kwargs)
-
-
-def _spread_topk(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Routers choose experts by values that nobody has here: let every expert be chosen equally often."""
-    values, chosen = func(x, *args, **kwargs)
-    if x.device.type != "meta" or chosen.numel() > _SMALL:
-        return values, chosen
-    return values, (torch.arange(chosen.numel()) % x.shape[-1]).view(chosen.shape)
-
-
-def _count_floats(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Code for GPUs counts integers, which the CPU cannot."""
-    return func(x if x.is_floating_point() else x.double(), *args, **kwargs).to(x.dtype)
-
-
-def _multiply_groups(func: Any, left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The meta device takes bfloat16 only."""
-    if left.dim() == 2 and right.dim() == 3 and left.device.type == "meta":
-        return left.new_empty(left.shape[0], right.shape[-1])
-    return func(left, right, *args, **kwargs)
-
-
-# Operations that need more than shapes, or more than the meta device has.
-_ADAPTED: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.topk: _spread_topk,
-    torch.ops.aten.histc: _count_floats,
-    torch.ops.aten._grouped_mm: _multiply_groups,
-}
-
-
-def _is_small(func: Any, args: Any) -> bool:
-    """True for a copy of what is on the CPU, and for what is made from nothing and costs little to have."""
-    size = args[0] if args and isinstance(args[0], list | tuple) and all(isinstance(side, int) for side in args[0]) else ()
-    return bool(tensors_in(args)) or math.prod(size) <= _SMALL or func._overloadpacket is torch.ops.aten.arange
-
-
-def _indices(func: Any, args: Any) -> Any:
-    """Turn masks that select into numbers of places: how many there are is known on the CPU only."""
-    if func._overloadpacket not in _INDEXING or not any(isinstance(index, Tensor) and index.device.type == "cpu" for index in args[1]):
-        return args
-    places: list[Tensor | None] = []
-    for index in args[1]:
-        is_mask = isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and index.device.type == "cpu"
-        places += list(index.nonzero(as_tuple=True)) if is_mask else [index]
-    return (args[0], places, *args[2:])
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "meta":
-        return tensor
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-
 
 _FROM_VALUES = (torch.tensor, torch.as_tensor, torch.asarray)
 
@@ -163,6 +62,7 @@ class Footprint:
         flops: in matrix products, convolutions and attention.
         calls: of watched modules.
         output_bytes: of what the forward returns; in the last stretch only.
+        saved_bytes: kept for a backward, by a forward with gradients.
     """
 
     name: str
@@ -174,6 +74,7 @@ class Footprint:
     flops: float = 0.0
     calls: list[Call] = field(default_factory=list)
     output_bytes: int = 0
+    saved_bytes: int = 0
 
 
 @dataclass
@@ -197,6 +98,7 @@ class _Example:
         last: number of the stretch in which it ended.
         flops: its own, where no stretch began inside.
         calls: its own, where no stretch began inside.
+        saved: its own, where no stretch began inside.
         num_ahead: calls that its first stretch had seen before.
         gave: shapes of what it gave.
     """
@@ -207,12 +109,13 @@ class _Example:
     last: int = 0
     flops: float = 0.0
     calls: list[Call] = field(default_factory=list)
+    saved: int = 0
     num_ahead: int = 0
     gave: Any = None
 
     def begin(self, number: int, stretch: Footprint) -> None:
         """Note where the layer is entered."""
-        self.first, self.flops, self.num_ahead = number, stretch.flops, len(stretch.calls)
+        self.first, self.flops, self.saved, self.num_ahead = number, stretch.flops, stretch.saved_bytes, len(stretch.calls)
 
     def end(self, number: int, stretch: Footprint, handed: Any, output: Any) -> None:
         """Note where it is left."""
@@ -220,6 +123,7 @@ class _Example:
         self.last, self.gave = number, shapes_of(output, handed)
         is_inside = self.first == number
         self.flops = stretch.flops - self.flops if is_inside else 0.0
+        self.saved = stretch.saved_bytes - self.saved if is_inside else 0
         self.calls = stretch.calls[self.num_ahead :] if is_inside else []
 
     def name_of(self, layer: str, inside: str) -> str:
@@ -231,7 +135,9 @@ class _Example:
         return [replace(call, name=self.name_of(layer, call.name), source=(place << 32) + call.source) for call in calls]
 
 
-def measure_footprints(model: nn.Module, batch: dict[str, Tensor], targets: Sequence[str], watched: Sequence[str]) -> list[Footprint]:
+def measure_footprints(
+    model: nn.Module, batch: dict[str, Tensor], targets: Sequence[str], watched: Sequence[str], *, trains: bool = False
+) -> list[Footprint]:
     """Run one forward on the meta device and see what it takes.
 
     Args:
@@ -239,6 +145,7 @@ def measure_footprints(model: nn.Module, batch: dict[str, Tensor], targets: Sequ
         batch: keyword arguments of its forward, on the CPU.
         targets: dotted names of the sequential targets.
         watched: dotted names of the modules whose inputs matter.
+        trains: a second forward, with gradients of all parameters, says what is kept for a backward.
 
     Returns:
         Stretches in the order in which the forward passes them, beginning and ending between targets.
@@ -249,9 +156,14 @@ def measure_footprints(model: nn.Module, batch: dict[str, Tensor], targets: Sequ
     """
     skipped = repeated_layers(model, {*targets, *watched})
     try:
-        return _followed(model, batch, targets, watched, skipped)
+        found = _followed(model, batch, targets, watched, skipped)
     except _OutOfOrderError:
-        return _followed(model, batch, targets, watched, {})
+        skipped = {}
+        found = _followed(model, batch, targets, watched, skipped)
+    if trains:
+        kept = _followed(model, batch, targets, watched, skipped, trains=True)
+        found = [replace(one, saved_bytes=other.saved_bytes) for one, other in zip(found, kept, strict=True)]
+    return found
 
 
 class _OutOfOrderError(Exception):
@@ -259,7 +171,13 @@ class _OutOfOrderError(Exception):
 
 
 def _followed(
-    model: nn.Module, batch: dict[str, Tensor], targets: Sequence[str], watched: Sequence[str], skipped: Mapping[str, str]
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    targets: Sequence[str],
+    watched: Sequence[str],
+    skipped: Mapping[str, str],
+    *,
+    trains: bool = False,
 ) -> list[Footprint]:
     """Follow a forward in which some layers are taken for others."""
     ledger = _Ledger(model, batch)
@@ -277,7 +195,7 @@ def _followed(
             stack.callback(model.get_submodule(name).register_forward_hook(ledger.ending(example), with_kwargs=True).remove)
         for name, like in skipped.items():
             stack.enter_context(standing_in(model.get_submodule(name), ledger.taking(name, examples[like])))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(saved_tensors_hooks(ledger.saved, lambda tensor: tensor) if trains else torch.no_grad())
         stack.enter_context(ledger)
         stack.enter_context(FusedAttention(ledger))
         output = model(**batch)
@@ -306,11 +224,12 @@ class _Ledger(TorchDispatchMode):
         self._base = 0
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._batch = {tensor.untyped_storage()._cdata for tensor in batch.values()}
+        self._saved: set[int] = set()
         self._taken: list[tuple[int, str, _Example]] = []  # layers that did not run, the stretch in which they were called, and for what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_light = func._overloadpacket in _LIGHT_OPERATIONS
+        is_light = func._overloadpacket in LIGHT_OPERATIONS
         self._ahead = [*self._ahead, (self._clock, list(self._in_use.values()))] if is_light else []
         out = run_mixed(func, args, kwargs)
         self._clock += 1
@@ -334,8 +253,19 @@ class _Ledger(TorchDispatchMode):
         sums = torch.empty(*heads, queries, dtype=torch.float32, device="meta")
         del sums
         made = query.new_empty(*heads[:-1], queries, heads[-1], value.shape[-1])
+        if torch.is_grad_enabled():
+            for tensor in (query, key, value, made):
+                self.saved(tensor)
         self._in_use[made.untyped_storage()._cdata].varies = True  # its values are not those of an empty tensor
         return made.transpose(-2, -3)
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """Count what is kept for a backward, once; return it."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._saved and key not in self._weights and key not in self._batch:
+            self._saved.add(key)
+            self._stretches[-1].saved_bytes += tensor.untyped_storage().nbytes()
+        return tensor
 
     def entering(self, name: str) -> Callable[..., None]:
         """A pre-hook that begins the stretch of a target."""
@@ -402,6 +332,7 @@ class _Ledger(TorchDispatchMode):
                 raise _OutOfOrderError
             self._taken.append((len(self._stretches) - 1, name, example))
             self._stretches[-1].flops += example.flops
+            self._stretches[-1].saved_bytes += example.saved
             self._stretches[-1].calls += example.calls_of(name, len(self._taken), example.calls)
             return filled(example.gave, (args, kwargs), self._made)
 

@@ -23,7 +23,8 @@ from compressor.model.loading.sample_batches import batch_of_shapes
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.nn.build import is_quantizable
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.planning.footprint import FROM_SHAPES, FusedAttention, run_mixed, tensors_in
+from compressor.planning.footprint import FusedAttention
+from compressor.planning.operations import FROM_SHAPES, run_mixed, tensors_in
 from compressor.planning.refusals import CANNOT_FOLLOW
 from compressor.planning.repeats import filled, outside, repeated_layers, shapes_of, standing_in
 

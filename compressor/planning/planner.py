@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import resource
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
@@ -21,7 +21,7 @@ from torch import nn
 from compressor.data.datasets import check_positive, chosen_length
 from compressor.data.encode import max_positions
 from compressor.errors import ModelError, SchemeError, UserInputError
-from compressor.lifecycle import BaseStream, Modifier, PlannedModule, State
+from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.class_readers import check_readable, reading_notes
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
@@ -38,16 +38,28 @@ from compressor.nn.attention.kv_cache import attention_modules
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
-from compressor.pipelines import SequentialSettings, choose_pipeline
+from compressor.pipelines import NOT_BY_LAYERS, SequentialSettings, choose_pipeline, pipeline_that_runs
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.pipelines.settings import cut_at_inputs, expert_targets
+from compressor.pipelines.settings import around_watched, cut_at_inputs, expert_targets
 from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.inner import foresee_inner
 from compressor.planning.refusals import CANNOT_FOLLOW, left_to_forwards, refuse_recipe, reshaped, try_forward
-from compressor.planning.stages import Beside, Setting, lay_out
-from compressor.planning.workload import Batches, Searching, Target, bytes_of, guess_footprints, join_by_input, stages_of, stored_bytes_of
+from compressor.planning.stages import Setting, lay_out
+from compressor.planning.workload import (
+    Batches,
+    Beside,
+    Target,
+    beside_of,
+    bytes_of,
+    guess_footprints,
+    head_of,
+    join_by_input,
+    stages_of,
+    stored_bytes_of,
+    wants_base_stream,
+)
 from compressor.recipe import Recipe, load_recipe
 from compressor.settings.kinds import parse_bytes
 from compressor.settings.options import from_settings
@@ -74,12 +86,6 @@ def resident_bytes() -> int:
 class _Resolving(Protocol):
     def resolve(self, model: nn.Module) -> dict[str, QuantizationScheme]:
         """Decide which module gets which scheme."""
-
-
-@runtime_checkable
-class _Streaming(Protocol):
-    def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
-        """Say whether the uncompressed model shall run beside."""
 
 
 @runtime_checkable
@@ -203,7 +209,8 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
     check_dtypes_around(plan)
     granted = None if settings.activation_memory is None else parse_bytes(settings.activation_memory, "activation_memory")
     device_bytes = _device_bytes(settings)
-    chosen = choose_pipeline(parsed.modifiers, settings.pipeline, SequentialSettings.of(settings))
+    asked = choose_pipeline(parsed.modifiers, settings.pipeline, SequentialSettings.of(settings))
+    chosen = pipeline_that_runs(asked, parsed.modifiers)
     (skeleton, found), in_memory = _skeleton(model, settings), isinstance(model, nn.Module)
     check_positive(num_calibration_samples=settings.num_calibration_samples, batch_size=settings.batch_size)
     length = chosen_length(settings.max_seq_length, max_positions(skeleton))
@@ -226,7 +233,8 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
         finally:
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
-    made = replace(made, attention=attention, unwritable=unwritable, notes=(*found, *tried, *notes))
+    unlike = (f"{NOT_BY_LAYERS}, so they are not run so",) if asked != chosen else ()
+    made = replace(made, attention=attention, unwritable=unwritable, notes=(*found, *tried, *unlike, *notes))
     return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit)
 
 
@@ -324,12 +332,12 @@ class _Following:
         self._found: dict[tuple[str, ...], list[Footprint]] = {}
         self.basis = ""
 
-    def __call__(self, layers: Sequence[str], watched: Sequence[str]) -> list[Footprint]:
-        places = (*layers, "", *watched)
+    def __call__(self, layers: Sequence[str], watched: Sequence[str], *, trains: bool = False) -> list[Footprint]:
+        places = (*layers, "", *watched, *(("", "") if trains else ()))
         if places not in self._found:
             batch = batch_of_shapes(self._skeleton, self._batches.batch_size, self._batches.num_tokens)
             with calibration_mode(State(model=self._skeleton)):
-                self._found[places] = measure_footprints(self._skeleton, batch, layers, watched)
+                self._found[places] = measure_footprints(self._skeleton, batch, layers, watched, trains=trains)
             has_more = "input_ids" in batch and (reads(self._skeleton, "vision") or reads(self._skeleton, "audio"))
             inputs = f": {describe_batch(batch)}" if has_more or [*batch] != ["input_ids"] else ""
             self.basis = f"one forward followed on shapes{inputs}" + (", no images and no sound" if has_more else "")
@@ -348,10 +356,15 @@ def _made(
     targets, skipped = planned
     patterns = expert_targets(skeleton, {name: "" for name in targets}, chosen, settings.sequential_targets)
     named = SequentialSettings(patterns, passes=settings.passes, engine=settings.engine)
-    runs_once, has_base_stream = streams = _streams(chosen, named, list(targets.values()))
+    watched = list(dict.fromkeys(name for one in parsed.modifiers for name in one.watches(skeleton)))
+    runs_once = chosen == "sequential" and named.num_passes == 1 and bool(watched)
+    has_base_stream = chosen == "sequential" and wants_base_stream(list(targets.values()), runs_once)
+    needs = {one.calibration_need for one in parsed.modifiers}
+    flows = bool(watched) if chosen == "sequential" else not needs <= {"none", "own"}
     cut = partition(skeleton, patterns)
-    layers = _layers(skeleton, cut, targets, streams) if chosen == "sequential" else []
-    setting = replace(setting, runs_once=runs_once, has_base_stream=has_base_stream)
+    stops = (cut_at_inputs if runs_once else around_watched)(skeleton, watched, cut) if chosen == "sequential" else None
+    layers = [] if stops is None else list(stops.targets)
+    setting = replace(setting, runs_once=runs_once, has_base_stream=has_base_stream, flows=flows, head=head_of(skeleton))
     if chosen == "sequential" and setting.num_ahead is not None:
         setting = replace(setting, stretches={name: bytes_of(layer) for name, layer in cut.targets.items()})
     batches = setting.batches
@@ -360,8 +373,7 @@ def _made(
         for one in parsed.modifiers
         if isinstance(one, _Training)
     }
-    searches = {one.label: one.search_flops for one in parsed.modifiers if isinstance(one, Searching)}
-    trained = {label: Beside(number / batches.batch_size, searches.get(label)) for label, number in sequences.items()}
+    trained = {one.label: beside_of(one, sequences[one.label] / batches.batch_size) for one in parsed.modifiers if sequences.get(one.label)}
     estimate = _estimate(skeleton, setting, chosen, layers, list(targets.values()), trained, follow)
     turning = [one for one in parsed.modifiers if isinstance(one, RotatingModifier)]
     beside = sum(one.online_bytes(skeleton) + one.added_bytes(skeleton) for one in turning)
@@ -372,7 +384,7 @@ def _made(
     for modifier in turning:
         for name, flops in modifier.online_flops(skeleton).items():
             online[name] = online.get(name, 0.0) + flops
-    words = _in_words(skeleton, chosen, *streams)
+    words = _in_words(chosen, stops, setting, looks_itself=bool(trained))
     return Plan(modules, skipped, chosen, layers, words, estimate, online=online, online_share=_share_of_products(skeleton, online))
 
 
@@ -410,34 +422,18 @@ def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[s
     return changed, [target.module for target in planned.values() if target.module.reason is not None]
 
 
-def _streams(pipeline: str, chosen: SequentialSettings, targets: Sequence[Target]) -> tuple[bool, bool]:
-    """Whether layers would run once, and whether the uncompressed model would run beside."""
-    runs_once = pipeline == "sequential" and chosen.num_passes == 1
-    asked = {
-        target.modifier.base_stream_for([] if target.scheme is None else [target.scheme])
-        for target in targets
-        if isinstance(target.modifier, _Streaming)
-    }
-    return runs_once, pipeline == "sequential" and ("required" in asked or ("wanted" in asked and runs_once))
-
-
-def _in_words(skeleton: nn.Module, pipeline: str, runs_once: bool, has_base_stream: bool) -> str:
-    if pipeline != "sequential":
-        return "none" if pipeline == "data_free" else "one"
-    has_experts = any(isinstance(module, UnfusedExperts) for module in skeleton.modules())
-    often = ("one, of layers of experts two" if has_experts else "one") if runs_once else "two"
-    return often + (", and one beside in the uncompressed model" if has_base_stream else "")
-
-
-def _layers(skeleton: nn.Module, layers: Partition, targets: Mapping[str, Target], streams: tuple[bool, bool]) -> list[str]:
-    """Name the places at which a forward would stop."""
-    runs_once, _ = streams
-    calibrated = [name for name, target in targets.items() if _calibrates(target.modifier)]
-    return list(cut_at_inputs(skeleton, calibrated, layers).targets if runs_once else layers.targets)
-
-
-def _calibrates(modifier: object) -> bool:
-    return isinstance(modifier, Modifier) and modifier.calibration_need != "none"
+def _in_words(pipeline: str, stops: Partition | None, setting: Setting, *, looks_itself: bool) -> str:
+    """How often a layer runs, but for the first batches and, where there are stages, what modifiers compute beside them."""
+    if stops is None:
+        return "one" if pipeline == "basic" and (setting.flows or looks_itself) else "none"
+    if not setting.flows:
+        return "none, for nothing learns from what flows"
+    twice = [module for module in stops.targets.values() if any(True for _ in module.children())]  # these are not cut open
+    often = "two" if not setting.runs_once or len(twice) == len(stops.targets) else "one"
+    if often == "one" and twice:
+        experts = all(isinstance(module, UnfusedExperts) for module in twice)
+        often += f", of {'layers of experts' if experts else 'what is calibrated as a whole'} two"
+    return often + (", and one beside in the uncompressed model" if setting.has_base_stream else "")
 
 
 def _estimate(
@@ -450,7 +446,7 @@ def _estimate(
     follow: _Following,
 ) -> Estimate:
     stages = stages_of(layers, targets)
-    footprints, basis = _footprints(setting, pipeline, stages, follow)
+    footprints, basis = _footprints(setting, pipeline, stages, follow, trains=any(one.trains for one in trained.values()))
     timeline = lay_out(setting, pipeline, footprints, stages, trained)
     made = sum(target.number("bytes_after") for target in targets)
     saved = sum(target.number("bytes_before") for target in targets) - made
@@ -469,14 +465,16 @@ def _estimate(
     )
 
 
-def _footprints(setting: Setting, pipeline: str, stages: Mapping[str, Sequence[Target]], follow: _Following) -> tuple[list[Footprint], str]:
+def _footprints(
+    setting: Setting, pipeline: str, stages: Mapping[str, Sequence[Target]], follow: _Following, *, trains: bool
+) -> tuple[list[Footprint], str]:
     """Follow one forward, or guess where that cannot be done, and say which."""
     if pipeline == "data_free":
         return [], "shapes of the weights; no data flows"
     watched = [target.module.name for targets in stages.values() for target in targets]
     layers = [layer for layer in stages if layer]
     try:
-        found = follow(layers, watched)
+        found = follow(layers, watched, trains=trains)
         return join_by_input(found) if setting.runs_once else found, follow.basis
     except CANNOT_FOLLOW as error:
         reason = " ".join(str(error).split())[:160]

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-from compressor.algorithms.costs import FLOAT32_BYTES
+from compressor.algorithms.costs import FLOAT32_BYTES, Work
 from compressor.distributed.ranks import share_out
 from compressor.model.targets import outward
 from compressor.numerics.part_sums import most_sums
 from compressor.planning.estimate import Phase, Speed, StageEstimate
 from compressor.planning.footprint import Footprint
-from compressor.planning.workload import Batches, Stack, Target, group_stacks
+from compressor.planning.workload import Batches, Beside, Stack, Target, group_stacks
 from compressor.tracing.footprint import COPIED_BYTES
 from compressor.tracing.targets.running import WAITING_STREAMS
 
@@ -35,8 +35,11 @@ class Setting:
         speed: of the machine.
         runs_once: layers run in one pass.
         has_base_stream: the uncompressed model runs beside the other.
+        flows: some module is watched while data flow; else the first batch alone does, or the first two through a whole model.
         num_ahead: layers that are brought before their time, where they come one by one; None where the caller holds all weights.
         stretches: bytes of these layers by dotted name; empty where none come.
+        head: rows of the output head, and bytes of what it reads of a token; None where there is none.
+        kept_bytes: what modifiers behind the stages keep of the uncompressed model meanwhile.
     """
 
     model_bytes: int
@@ -47,8 +50,11 @@ class Setting:
     speed: Speed
     runs_once: bool = False
     has_base_stream: bool = False
+    flows: bool = True
     num_ahead: int | None = None
     stretches: Mapping[str, int] = field(default_factory=dict)
+    head: tuple[int, int] | None = None
+    kept_bytes: int = 0
 
     def at_hand(self, stage: str) -> int:
         """Say what a stage needs at hand of the weights, those beside the layers included where they are at work or have one place only.
@@ -63,6 +69,21 @@ class Setting:
         if not self.num_ahead:  # embeddings and the head take turns with the layers
             return max(self._largest, self._outside) if own is None else own
         return (self._largest if own is None else own) + self.num_ahead * self._largest + self._outside
+
+    @property
+    def held_bytes(self) -> int:
+        """What lies in main memory whatever happens: batches, and what modifiers keep."""
+        return self.batches.num_bytes + self.kept_bytes
+
+    @property
+    def num_flowing(self) -> float:
+        """Full batches that run through the layers."""
+        return self.batches.num_batches if self.flows else min(1.0, self.batches.num_batches)
+
+    @property
+    def copied_bytes(self) -> int:
+        """A small model is copied whole while forwards run that must leave it as it is."""
+        return self.model_bytes if self.model_bytes <= COPIED_BYTES else 0
 
     @cached_property
     def _largest(self) -> int:
@@ -108,18 +129,6 @@ class _PutOff(NamedTuple):
     flops: float
 
 
-class Beside(NamedTuple):
-    """What a modifier computes beside the stages.
-
-    Attributes:
-        num_forwards: of a full batch; a backward counts as two.
-        search_flops: as of `Searching`; None where forwards are all.
-    """
-
-    num_forwards: float
-    search_flops: Callable[[Sequence[int], int, int], float] | None = None
-
-
 class Timeline:
     """Puts one stage after the other, and carries on what stays: compressed layers, and activations.
 
@@ -128,8 +137,9 @@ class Timeline:
         offload_bytes: the most that activations need beyond the memory granted to them.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        """Start with the float model."""
+    def __init__(self, setting: Setting, within: Iterable[Beside] = ()) -> None:
+        """Start with the float model, and what modifiers compute within stages."""
+        self._within = tuple(within)
         self.stages: list[StageEstimate] = []
         self.offload_bytes = 0
         self._setting = setting
@@ -176,22 +186,27 @@ class Timeline:
         calibrated = self._in_memory(here + max(with_twins, with_late))
         passed_on = self._in_memory(max(here, there) + with_late)
         again = 0 if was_put_off is None else was_put_off.forward_bytes
-        runs = 0 if is_shown and (not has_base or self._late is not None) else forward
+        runs = 0 if (is_shown and (not has_base or self._late is not None)) or not self._setting.flows else forward
         calibrating = max(runs, again, 0 if was_late is None else was_late.forward_bytes, _observing(inside, batches.num_tokens))
         before = 0 if was_late is None else was_late.module_bytes
         kept = sum({call.source: call.num_tokens * call.columns * call.element_bytes for call in inside.calls}.values()) if has_base else 0
-        flops = ((1 if is_shown else 2) + (1 if has_base else 0)) * inside.flops
+        flops = ((1 if is_shown or not self._setting.flows else 2) + (1 if has_base else 0)) * inside.flops
         flops += self._setting.num_streams * between.flops if self._setting.runs_once else 0
         flops += 0 if was_put_off is None else was_put_off.share * was_put_off.flops
+        learning = [one.of(self._work(stacks, [inside], is_whole=False)) for one in self._within]
+        learned = round(sum(one.kept_bytes for one in learning))
+        here = (calibrated if has_base else waiting) + learned
+        flops += sum(one.num_forwards for one in self._within) / batches.num_batches * inside.flops
         self._add_worst(
             inside.name,
             [
-                ("calibrate", self._weights + before, statistics, calibrated if has_base else waiting, calibrating + kept),
-                ("compress", self._weights + made, *_compressing(stacks, calibrated if has_base else waiting)),
+                ("calibrate", self._weights + before, statistics, here, calibrating + kept),
+                ("compress", self._weights + made, *_compressing(stacks, here)),
+                *((one.doing, self._weights, 0, here, round(one.working_bytes)) for one in learning),
                 ("propagate", self._weights + replaced + floats, 0, passed_on, max(forward, again, _unpacking(targets))),
             ],
-            flops=flops * batches.num_batches + sum(stack.cost.flops for stack in stacks),
-            seconds=self._seconds(flops * batches.num_batches, stacks),
+            flops=flops * self._setting.num_flowing + sum(stack.cost.flops for stack in stacks),
+            seconds=self._seconds(flops * self._setting.num_flowing, stacks),
         )
         self._weights += replaced
 
@@ -204,9 +219,23 @@ class Timeline:
             targets: modules that change in the stages.
             beside: what it computes.
         """
-        self.add_whole(name, stretches, [], beside.num_forwards)
+        batches = self._setting.batches
+        calls = [call for stretch in stretches for call in stretch.calls]
+        memory = beside.of(self._work(group_stacks(targets, calls, 0, batches.batch_size * batches.num_tokens), stretches))
+        copied = min(self._weights, self._setting.copied_bytes)
+        held = self._setting.held_bytes + (0 if beside.place == "behind" else round(memory.kept_bytes))
+        peaks = [stretch.own_bytes + stretch.shared_bytes + stretch.peak_bytes + stretch.output_bytes for stretch in stretches]
+        flops = sum(stretch.flops for stretch in stretches) * beside.num_forwards
+        self._add_worst(
+            name,
+            [
+                ("calibrate", self._weights, round(memory.statistics_bytes), held, max(peaks, default=0) + copied),
+                (memory.doing, self._weights, 0, held, copied + round(memory.working_bytes)),
+            ],
+            flops=flops,
+            seconds=self._seconds(flops, []),
+        )
         if beside.search_flops is not None:
-            batches, calls = self._setting.batches, [call for stretch in stretches for call in stretch.calls]
             stacks = group_stacks(targets, calls, batches.total_tokens, batches.batch_size * batches.num_tokens)
             flops = sum(
                 beside.search_flops([one.number("rows") for one in stack.targets], stack.targets[0].number("columns"), batches.total_tokens)
@@ -215,6 +244,10 @@ class Timeline:
             last = self.stages[-1]
             seconds = last.seconds + flops / self._setting.speed.flops
             self.stages[-1] = replace(last, flops=last.flops + flops, seconds=seconds)
+
+    def kept_bytes(self, beside: Beside, stretches: Sequence[Footprint]) -> int:
+        """Say what a modifier keeps in main memory while it waits for the end of the stages; see `add_beside`."""
+        return round(beside.of(self._work([], stretches)).kept_bytes)
 
     def add_whole(
         self, name: str, stretches: Sequence[Footprint], targets: Sequence[Target], num_forwards: float, copied_bytes: int = 0
@@ -228,7 +261,7 @@ class Timeline:
             num_forwards: of a full batch.
             copied_bytes: kept beside them.
         """
-        batches = self._setting.batches
+        batches, held = self._setting.batches, self._setting.held_bytes
         calls = [call for stretch in stretches for call in stretch.calls]
         stacks = group_stacks(targets, calls, batches.total_tokens if num_forwards else 0, batches.batch_size * batches.num_tokens)
         statistics = self._statistics(stacks)
@@ -239,8 +272,8 @@ class Timeline:
         self._add_worst(
             name,
             [
-                ("calibrate", self._weights, statistics, batches.num_bytes if stretches else 0, max(peaks, default=0) + copied_bytes),
-                ("compress", self._weights + made, *_compressing(stacks, batches.num_bytes if stretches else 0)),
+                ("calibrate", self._weights, statistics, held if stretches else 0, max(peaks, default=0) + copied_bytes),
+                ("compress", self._weights + made, *_compressing(stacks, held if stretches else 0)),
             ],
             flops=flops + sum(stack.cost.flops for stack in stacks),
             seconds=self._seconds(flops, stacks),
@@ -279,18 +312,37 @@ class Timeline:
         live = round(number * inside.needed_bytes + on * more) + following.needed_shared_bytes
         return _PutOff(1 - on / number, live, forward, inside.flops + between.flops)
 
+    def _work(self, stacks: Sequence[Stack], stretches: Sequence[Footprint], *, is_whole: bool = True) -> Work:
+        """What modifiers compute on by themselves, of one sequence where it grows with these."""
+        batches, size = self._setting.batches, self._setting.batches.batch_size
+        given = max((stretch.own_bytes + stretch.shared_bytes for stretch in stretches), default=0)
+        stream = max((stretch.needed_bytes for stretch in stretches), default=0)
+        if is_whole and stretches:
+            head = self._setting.head
+            stream = size * batches.num_tokens * head[1] if head is not None else stretches[-1].output_bytes
+        return Work(
+            batches.num_samples,
+            batches.num_tokens,
+            [[_shape(target) for target in stack.targets] for stack in stacks],
+            self._setting.model_bytes,
+            given / size,
+            stream / size,
+            max((stretch.peak_bytes for stretch in stretches), default=0) / size,
+            sum(stretch.saved_bytes for stretch in stretches) / size,
+            0 if self._setting.head is None else self._setting.head[0],
+        )
+
     def _live(self, stretch: Footprint) -> int:
         """What waits of all samples while one stage is at work."""
-        batches = self._setting.batches
         if self._setting.in_frames:
-            return round(batches.num_batches * (stretch.own_bytes + stretch.shared_bytes))
-        return round(batches.num_batches * stretch.needed_bytes) + stretch.needed_shared_bytes
+            return round(self._setting.num_flowing * (stretch.own_bytes + stretch.shared_bytes))
+        return round(self._setting.num_flowing * stretch.needed_bytes) + stretch.needed_shared_bytes
 
     def _in_memory(self, live: int) -> int:
         granted = self._setting.memory_bytes
         kept = live if granted is None else min(live, granted)
         self.offload_bytes = max(self.offload_bytes, live - kept)
-        return kept + self._setting.batches.num_bytes
+        return kept + self._setting.held_bytes
 
     def _statistics(self, stacks: Sequence[Stack]) -> int:
         """What sums take at the end of a calibration, of which a rank has fewer than a process that has all samples."""
@@ -336,6 +388,11 @@ def _compressing(stacks: Sequence[Stack], activations: int) -> tuple[int, int, i
     return worst[0], activations, worst[1]
 
 
+def _shape(target: Target) -> tuple[int, int, int]:
+    rows, columns = target.number("rows"), target.number("columns")
+    return rows, columns, target.number("bytes_before") // max(1, rows * columns)
+
+
 def _unpacking(targets: Sequence[Target]) -> int:
     return max((_UNPACKING_BYTES * target.number("rows") * target.number("columns") for target in targets), default=0)
 
@@ -367,23 +424,40 @@ def lay_out(
         pipeline: `data_free`, `basic` or `sequential`.
         footprints: of one forward, stretch by stretch.
         layers: modules that change, by stage; "" for those in none.
-        beside: what modifiers compute beside all of these, by label; what a backward keeps is not counted.
+        beside: what modifiers compute beside all of these, by label.
 
     Returns:
         All stages.
     """
-    timeline = Timeline(setting)
     everything = [target for targets in layers.values() for target in targets]
-    if pipeline == "data_free":
-        timeline.add_whole("compress", [], everything, 0)
-    elif pipeline == "basic" or not any(stretch.name for stretch in footprints):  # no layers: the whole model is one stage
-        timeline.add_whole("the model", footprints, everything, setting.batches.num_batches)
-    else:
-        copied = setting.model_bytes if setting.model_bytes <= COPIED_BYTES else 0
-        timeline.add_whole("trace", footprints, [], 3, copied)  # recorded, run, and held against the plain model
-        _add_layers(timeline, footprints, dict(layers))
-        timeline.add_whole("rest", [footprints[-1]], layers.get("", ()), setting.batches.num_batches if layers.get("") else 1)
-    for name, one in beside.items():
+    places = {place: {name: one for name, one in beside.items() if one.place == place} for place in ("ahead", "within", "behind")}
+    behind = [Timeline(setting).kept_bytes(one, footprints) for one in places["behind"].values()]
+    setting = replace(setting, kept_bytes=sum(behind))
+    timeline = Timeline(setting, places["within"].values())
+    for name, one in places["ahead"].items():
+        timeline.add_beside(name, footprints, everything, one)
+    _add_stages(timeline, setting, pipeline, footprints, layers)
+    for name, one in places["behind"].items():
         timeline.add_beside(name, footprints, everything, one)
     timeline.add_fixed("save", "save", max((target.number("bytes_after") for target in everything), default=0))
     return timeline
+
+
+def _add_stages(
+    timeline: Timeline, setting: Setting, pipeline: str, footprints: Sequence[Footprint], layers: Mapping[str, Sequence[Target]]
+) -> None:
+    """Add what the pipeline does."""
+    everything = [target for targets in layers.values() for target in targets]
+    num_batches = setting.batches.num_batches
+    if pipeline == "data_free":
+        timeline.add_whole("compress", [], everything, 0)
+    elif pipeline == "basic" or not any(stretch.name for stretch in footprints):  # no layers: the whole model is one stage
+        looks = min(2.0, num_batches)  # what forwards leave behind is looked at on the first two batches
+        flowing = num_batches if setting.flows else 0
+        timeline.add_whole(
+            "all layers" if pipeline == "basic" else "the model", footprints, everything, flowing + looks, setting.copied_bytes
+        )
+    else:
+        timeline.add_whole("trace", footprints, [], 3, setting.copied_bytes)  # recorded, run, and held against the plain model
+        _add_layers(timeline, footprints, dict(layers))
+        timeline.add_whole("rest", [footprints[-1]], layers.get("", ()), num_batches if layers.get("") and setting.flows else 1)

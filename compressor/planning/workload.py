@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from compressor.algorithms.costs import Cost, rounding_cost
+from compressor.algorithms.costs import Cost, Memory, Work, rounding_cost
 from compressor.data.collate import tokens_at_once
-from compressor.lifecycle import PlannedModule
-from compressor.model.targets import outward
+from compressor.lifecycle import BaseStream, Modifier, PlannedModule
+from compressor.model.targets import ends_of, outward
 from compressor.numerics import QuantizationScheme
 from compressor.planning.footprint import Call, Footprint
 
@@ -41,6 +41,28 @@ class Searching(Protocol):
 
     def search_flops(self, rows: Sequence[int], columns: int, num_tokens: int) -> float:
         """Say what the search over some weights takes that read one input."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A modifier that keeps more for what it computes beside the stages than a forward takes."""
+
+    def own_memory(self, work: Work) -> Memory:
+        """Say what that is, of the whole model."""
+
+
+@runtime_checkable
+class Learning(Protocol):
+    """A modifier that trains within the stages."""
+
+    def block_memory(self, work: Work) -> Memory:
+        """Say what that takes, of a block."""
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
+        """Say whether the uncompressed model shall run beside."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +126,65 @@ class Target:
     def number(self, key: str) -> int:
         """Return one of the numbers that the modifier planned with."""
         return int(self.module.details[key])
+
+
+class Beside(NamedTuple):
+    """What a modifier computes beside the stages.
+
+    Attributes:
+        num_forwards: of a full batch; a backward counts as two.
+        search_flops: as of `Searching`; None where forwards are all.
+        memory: as of `Remembering`; None where forwards are all.
+        place: `ahead` of the stages, `within` each of them, or `behind`.
+        trains: its forwards keep something for a backward.
+    """
+
+    num_forwards: float
+    search_flops: Callable[[Sequence[int], int, int], float] | None = None
+    memory: Callable[[Work], Memory] | None = None
+    place: Literal["ahead", "within", "behind"] = "ahead"
+    trains: bool = False
+
+    def of(self, work: Work) -> Memory:
+        """What it takes beyond forwards."""
+        return Memory() if self.memory is None else self.memory(work)
+
+
+def beside_of(modifier: Modifier, num_forwards: float) -> Beside:
+    """Say what a modifier computes beside the stages, and when.
+
+    Args:
+        modifier: of the recipe.
+        num_forwards: of a full batch.
+
+    Returns:
+        The work.
+    """
+    search = modifier.search_flops if isinstance(modifier, Searching) else None
+    if isinstance(modifier, Learning):
+        return Beside(num_forwards, search, modifier.block_memory, "within", modifier.needs_gradients)
+    place: Literal["ahead", "behind"] = "behind" if modifier.needs_all_layers else "ahead"
+    if isinstance(modifier, Remembering):
+        return Beside(num_forwards, search, modifier.own_memory, place, modifier.needs_gradients)
+    return Beside(num_forwards, search, place=place)
+
+
+def wants_base_stream(targets: Sequence[Target], runs_once: bool) -> bool:
+    """Say whether the uncompressed model would run beside the other.
+
+    Args:
+        targets: modules that change.
+        runs_once: layers run in one pass.
+
+    Returns:
+        True where a modifier asks for it, and gets it.
+    """
+    asked = {
+        target.modifier.base_stream_for([] if target.scheme is None else [target.scheme])
+        for target in targets
+        if isinstance(target.modifier, Streaming)
+    }
+    return "required" in asked or ("wanted" in asked and runs_once)
 
 
 @dataclass(frozen=True)
@@ -251,6 +332,7 @@ def _one(first: Footprint, second: Footprint, name: str | None = None) -> Footpr
         flops=first.flops + second.flops,
         calls=[*first.calls, *second.calls],
         output_bytes=first.output_bytes + second.output_bytes,
+        saved_bytes=first.saved_bytes + second.saved_bytes,
     )
 
 
@@ -268,3 +350,10 @@ def stages_of(layers: Sequence[str], targets: Sequence[Target]) -> dict[str, lis
     for target in targets:
         found[next(name for name in outward(target.module.name) if name in found)].append(target)
     return found
+
+
+def head_of(skeleton: nn.Module) -> tuple[int, int] | None:
+    """Return the rows of the output head, and the bytes of what it reads of a token; None where there is none."""
+    head = ends_of(skeleton)[0] if hasattr(skeleton, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    return (weight.shape[0], weight.shape[1] * weight.element_size()) if isinstance(weight, Tensor) and weight.dim() == 2 else None

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from compressor.algorithms.costs import FLOAT32_BYTES, Memory, Work
 from compressor.algorithms.pruning.magnitude import removed_share
 from compressor.algorithms.pruning.wanda import prune_wanda
 from compressor.lifecycle import CalibrationNeed, Event, State
@@ -44,6 +45,14 @@ class WandaPruningModifier(CalibratedPruningModifier):
                 gone_RC = prune_wanda(weight_RC, mean_C, self.share_of(name), self.structure, name=name)
                 error = float(removed_share(weight_RC, gone_RC, mean_C))
                 self.place(state, name, weight_RC.masked_fill(gone_RC, 0.0), error, square.num_tokens, {})
+
+    def forwards_of_training(self, num_samples: int) -> float:
+        """Say what it costs beside the stages: one pass over the data."""
+        return float(num_samples)
+
+    def own_memory(self, work: Work) -> Memory:
+        """Say what it takes: weights of its own; of the largest scores, in order, places in 8 bytes twice, and what goes."""
+        return Memory(working_bytes=work.changed_bytes + (2 * FLOAT32_BYTES + 2 * 8 + 1) * max(work.sizes))
 
     def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
         """Nothing: a resumed run prunes again, to the same bytes."""

@@ -163,6 +163,19 @@ class SchemeModifier(SchemeTargets, WithFallbacks):
         self._joined.update(stage.modules)  # they hold what all ranks had learnt
         self.restore_fallbacks(stage.memory)
 
+    def watches(self, model: nn.Module) -> list[str]:
+        """Name modules whose inputs have static ranges, and attention whose keys and values have.
+
+        Args:
+            model: with or without values; not modified.
+
+        Returns:
+            Dotted names.
+        """
+        attention = list(self.kv_targets(model, self.ignore)) if self.needs_kv else []
+        formats = {name: scheme.input_activations for name, scheme in self.resolve(model).items()}
+        return attention + [name for name, args in formats.items() if args is not None and args.dynamic is not True]
+
     def cost(
         self,
         scheme: QuantizationScheme | None,

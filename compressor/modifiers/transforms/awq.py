@@ -13,7 +13,8 @@ from pydantic import Field, PrivateAttr
 from torch import Tensor, nn
 
 from compressor.algorithms.clipping import Clipping, search_clipping
-from compressor.algorithms.hessian import Hessian
+from compressor.algorithms.costs import FLOAT32_BYTES
+from compressor.algorithms.hessian import Hessian, panel_bytes
 from compressor.algorithms.smoothing import DuoScaling, search_awq
 from compressor.errors import CalibrationError, RecipeError
 from compressor.lifecycle import Event, Modifier, State
@@ -124,8 +125,21 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
         return float(columns) ** 2 * (num_tokens + 2 * candidates * sum(rows))
 
     def statistics_bytes(self, num_columns: int) -> int:
-        """The second moments, in float32."""
-        return 4 * num_columns * num_columns
+        """The second moments, in float32, in panels."""
+        return panel_bytes(num_columns)
+
+    def search_bytes(self, stack: Sequence[tuple[int, int, int]]) -> int:
+        """The matrix, and divided by scales; of the largest weight what it becomes, how far off, and products; narrow ones in float32.
+
+        Args:
+            stack: rows, columns and bytes of an element of each.
+
+        Returns:
+            Bytes beyond weights and statistics.
+        """
+        columns, largest = stack[0][1], max(rows * columns for rows, columns, _ in stack)
+        copies = sum(rows * columns for rows, columns, element in stack if element < FLOAT32_BYTES)
+        return FLOAT32_BYTES * (2 * columns**2 + 7 * largest + copies)
 
     def watch_input(self, pair: ScalePair, tokens_NK: Tensor, part: int) -> None:
         """Add to second moments and absolute values."""

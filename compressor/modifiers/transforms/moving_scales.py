@@ -17,6 +17,7 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
+from compressor.algorithms.costs import Memory, Work
 from compressor.errors import CalibrationError, RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
 from compressor.lifecycle.hooks import without_modifier_hooks
@@ -35,6 +36,7 @@ from compressor.modifiers.transforms.rotating import Turned, body_layers, refuse
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 from compressor.nn.online_rotation import ALREADY
+from compressor.numerics.part_sums import most_sums
 from compressor.spelling import suggest
 
 _STATISTICS_BYTES = 4 << 30  # of all pairs that are looked at in one pass over the data
@@ -144,6 +146,34 @@ class ScaleMovingModifier(Modifier):
             Forwards of one sequence: one pass over the data.
         """
         return float(num_samples)
+
+    def own_memory(self, work: Work) -> Memory:
+        """Say what it takes, as if scales moved into all weights: statistics of a portion, and what a search does.
+
+        Args:
+            work: on the whole model.
+
+        Returns:
+            The memory; a changed weight is a tensor of its own.
+        """
+        sums = most_sums(work.num_samples * work.num_tokens)
+        sizes = [sums * self.statistics_bytes(stack[0][1]) for stack in work.weights]
+        statistics = max((sum(portion) for portion in in_portions(sizes, lambda size: size)), default=0)
+        searching = max((self.search_bytes(stack) for stack in work.weights), default=0)
+        seen = max(statistics, work.changed_bytes)  # forwards come first, and once more when the scales have moved
+        return Memory(statistics_bytes=seen, working_bytes=statistics + work.changed_bytes + searching)
+
+    def search_bytes(self, stack: Sequence[tuple[int, int, int]]) -> int:
+        """Say what the search over weights takes that read one input; nothing to speak of unless overridden.
+
+        Args:
+            stack: rows, columns and bytes of an element of each.
+
+        Returns:
+            Bytes beyond weights and statistics.
+        """
+        del stack
+        return 0
 
     @abstractmethod
     def wants(self, state: State, pair: ScalePair) -> bool:

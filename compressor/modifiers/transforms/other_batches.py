@@ -17,6 +17,7 @@ from compressor.errors import TargetError
 from compressor.lifecycle import State
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.nodes import Unrepeatable
+from compressor.tracing.picking import excerpt
 from compressor.tracing.targets.call_order import plain_forward
 
 _LOOKED_AT = 64  # batches among which kinds are looked for
@@ -69,6 +70,27 @@ class OtherBatches:
                 "tokens): its forward takes another way there than on the batch that shows what reads what; leave the modifier out, or "
                 "give batches of one kind, and those of the kind that the model is for"
             )
+
+
+def outputs_of_model(state: State, batch: Batch) -> Tensor:
+    """Run the model on an excerpt of a batch.
+
+    Args:
+        state: of the session.
+        batch: as the model takes it.
+
+    Returns:
+        Logits, or the first of what it gives, in float64 on the CPU.
+    """
+    with torch.no_grad(), Footprint(state.model):  # a forward may change the model for good, as BigBird's does on few tokens
+        try:
+            output = plain_forward(state.model, batch_to(excerpt(batch, 0), state.device))
+        except Unrepeatable:  # the model may take whole batches only
+            output = plain_forward(state.model, batch_to(batch, state.device))
+    logits = getattr(output, "logits", None)
+    first = logits if logits is not None else output if isinstance(output, Tensor) else next(iter(output.values()))
+    found: Tensor = first.detach().double().cpu()
+    return found
 
 
 def _kinds(batches: Sequence[Batch]) -> list[int]:

@@ -22,8 +22,8 @@ from compressor.mappings.probe import tied_modules
 from compressor.mappings.turns import Turn
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import check_patterns, resolve_layers
-from compressor.modifiers.transforms.other_batches import OtherBatches
-from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, bytes_of_sizes, outputs_of_model
+from compressor.modifiers.transforms.other_batches import OtherBatches, outputs_of_model
+from compressor.modifiers.transforms.rotating import RotatingModifier, as_record, bytes_of_sizes
 from compressor.nn import weight_of
 from compressor.nn.build import is_quantizable
 

@@ -11,12 +11,12 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
+from compressor.algorithms.costs import Memory, Work
 from compressor.algorithms.rotations import Rotation, RotationKind, has_hadamard, make_rotation, rotation_flops
-from compressor.data.collate import Batch, batch_to
+from compressor.data.collate import Batch
 from compressor.errors import CalibrationError, ModelError, NumericsError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, State
 from compressor.lifecycle.interface import AcrossRanks
@@ -29,15 +29,12 @@ from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
 from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.model.targets import ends_of
-from compressor.modifiers.transforms.other_batches import rounding_of
+from compressor.modifiers.transforms.other_batches import outputs_of_model, rounding_of
 from compressor.modifiers.transforms.read_past import read_past
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.online_rotation import ALREADY, OnlineRotation, online_rotations, rotated_modules
 from compressor.tracing.footprint import Footprint
-from compressor.tracing.graph.nodes import Unrepeatable
-from compressor.tracing.picking import excerpt
-from compressor.tracing.targets.call_order import plain_forward
 
 # The side of a layer on which a rotation in the forward stands, by the name of the rotation.
 SIDES: Mapping[str, str] = MappingProxyType({"R4": "input", "v": "input", "u": "output"})
@@ -219,6 +216,14 @@ class RotatingModifier(Modifier):
             A sentence, or none.
         """
         return [f"{self.label}: {note}" for note in notes_of_turned(turned)]
+
+    def forwards_of_training(self, num_samples: int) -> float:
+        """Say how many forwards of a sequence, about, show what may be turned, and that the model computes what it did."""
+        return float(min(num_samples, 4))
+
+    def own_memory(self, work: Work) -> Memory:
+        """Say what it takes: what is turned gets tensors of its own, which the last forwards see, and is computed in float64."""
+        return Memory(statistics_bytes=work.stored_bytes, working_bytes=work.stored_bytes + 2 * 8 * max(work.sizes))
 
     def online_bytes(self, model: nn.Module) -> int:
         """Say what the matrices of rotations in the forward take in a checkpoint: float32, one for each size.
@@ -435,27 +440,6 @@ def _hook(turn: Turn) -> OnlineRotation:
     rotation: Any = turn.rotation
     assert isinstance(rotation, Rotation)
     return OnlineRotation(turn.online, "input" if turn.readers else "output", rotation, back=bool(turn.writers))
-
-
-def outputs_of_model(state: State, batch: Batch) -> Tensor:
-    """Run the model on an excerpt of a batch.
-
-    Args:
-        state: of the session.
-        batch: as the model takes it.
-
-    Returns:
-        Logits, or the first of what it gives, in float64 on the CPU.
-    """
-    with torch.no_grad(), Footprint(state.model):  # a forward may change the model for good, as BigBird's does on few tokens
-        try:
-            output = plain_forward(state.model, batch_to(excerpt(batch, 0), state.device))
-        except Unrepeatable:  # the model may take whole batches only
-            output = plain_forward(state.model, batch_to(batch, state.device))
-    logits = getattr(output, "logits", None)
-    first = logits if logits is not None else output if isinstance(output, Tensor) else next(iter(output.values()))
-    found: Tensor = first.detach().double().cpu()
-    return found
 
 
 def as_record(model: nn.Module, modifier: str, turns: Sequence[Turn], basis: Basis | None = None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor, nn
 
+from compressor.algorithms.costs import Memory, Work
 from compressor.data.collate import Batch
 from compressor.errors import CalibrationError, ModelError, RecipeError, TargetError
 from compressor.lifecycle import CalibrationNeed, Event, Modifier, ModuleRecord, State
@@ -31,19 +32,18 @@ from compressor.model.loading.sample_batches import Modality, reads, unheld
 from compressor.model.targets import ends_of, text_config
 from compressor.modifiers.own_forwards import calibration_data
 from compressor.modifiers.transforms.learned_rotations import LearnedTurns
-from compressor.modifiers.transforms.other_batches import OtherBatches
+from compressor.modifiers.transforms.other_batches import OtherBatches, outputs_of_model
 from compressor.modifiers.transforms.rotating import (
     RotatingModifier,
     Turned,
     as_record,
     body_layers,
-    outputs_of_model,
     refuse_behind,
     turned_by,
     turned_now,
 )
 from compressor.modifiers.transforms.written_roles import check_written, notes_of_written
-from compressor.modifiers.tuning.base_outputs import BaseOutputs
+from compressor.modifiers.tuning.base_outputs import BaseOutputs, training_memory
 from compressor.modifiers.tuning.budget import Budget, tune
 from compressor.nn import weight_of
 from compressor.nn.attention.kv_cache import kv_scheme_of
@@ -220,9 +220,18 @@ class SpinQuantModifier(RotatingModifier):
             Forwards of one sequence; a backward counts as two.
         """
         if not self.learnable:
-            return 0.0
+            return super().forwards_of_training(num_samples)
         held_out = min(max(1, round(self.held_out_frac * num_samples)), max(1, num_samples - 1))
         return num_samples + 9 * held_out + 3 * self.steps * min(self.batch_size, num_samples)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether rotations are learned."""
+        return self.learnable
+
+    def own_memory(self, work: Work) -> Memory:
+        """As the base; a training computes with turned and rounded values in the place of all weights."""
+        return training_memory(work, self.batch_size, work.stored_bytes) if self.learnable else super().own_memory(work)
 
     @property
     def found_in_forwards(self) -> str:

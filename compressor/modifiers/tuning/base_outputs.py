@@ -17,17 +17,40 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from compressor.algorithms.costs import FLOAT32_BYTES, Memory, Work
 from compressor.algorithms.scale_tuning import divergence
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import CalibrationError, NumericsError
 from compressor.modifiers.tuning.gradients import send_back
-from compressor.modifiers.tuning.sequences import Axes, Piece, Split, cut, find_axes, joined
+from compressor.modifiers.tuning.sequences import Axes, Piece, Split, cut, find_axes, joined, sequences_at_once
 from compressor.tracing.picking import check_model
 
 Kind = Literal["hidden", "logits", "states"]
 
 _LOGITS_AT_ONCE = 1 << 23  # numbers of one chunk of logits: 32 MB, of which a backward holds a handful
+
+
+_COMPARED_ALIVE = 8  # of one chunk of logits: both models', their logarithms, what the divergence keeps, and gradients
+
+
+def training_memory(work: Work, batch_size: int, tried_bytes: int) -> Memory:
+    """Say what a training towards the outputs of the uncompressed model takes.
+
+    Args:
+        work: on the whole model.
+        batch_size: sequences in a step, at most.
+        tried_bytes: of the values that stand in the place of weights meanwhile.
+
+    Returns:
+        What the base gave for all samples; and beyond it, when a forward has come to its end and logits are made.
+    """
+    rows = sequences_at_once(min(batch_size, work.num_samples), work.num_tokens)
+    compared = rows * work.stream_bytes
+    if work.vocabulary:
+        compared = FLOAT32_BYTES * work.vocabulary * min(rows * work.num_tokens, max(1, _LOGITS_AT_ONCE // work.vocabulary))
+    working = tried_bytes + rows * work.saved_bytes + _COMPARED_ALIVE * compared
+    return Memory(work.num_samples * work.stream_bytes, 0, working, "train")
 
 
 class _Reached(Exception):

@@ -45,6 +45,19 @@ class Piece:
     num_tokens: int
 
 
+def sequences_at_once(num_sequences: int, num_tokens: int) -> int:
+    """Say how many sequences `joined` puts into one forward, at most.
+
+    Args:
+        num_sequences: that are drawn.
+        num_tokens: of each.
+
+    Returns:
+        At least 1.
+    """
+    return min(num_sequences, max(1, MOST_TOKENS // max(1, num_tokens)))
+
+
 def cut(tree: Any, num_rows: int, num_tokens: int, axes: Axes | None) -> list[Piece]:
     """Cut a tree into sequences.
 

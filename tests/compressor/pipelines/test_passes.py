@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-from compressor import AWQModifier, GPTQModifier, QuantizationModifier, load_compressed, oneshot
+import compressor
+from compressor import AWQModifier, GPTQModifier, QuantizationModifier, WandaPruningModifier, load_compressed, oneshot
 from compressor.cli.main import main
 from compressor.entrypoints.oneshot import OneshotResult
-from compressor.errors import CompressorError, TracingError
+from compressor.errors import CompressorError, TargetError, TracingError
 from compressor.modifiers.schemes.base import SchemeModifier
 from tests import tiny
 
@@ -258,7 +259,30 @@ def test_where_nothing_learns_in_a_layer_all_passes_are_possible(passes: str) ->
     recipe = [AWQModifier(n_grid=3), QuantizationModifier(config_groups=INT4, ignore=["lm_head"])]
     result = oneshot(llama(), recipe=recipe, dataset=IDS, batch_size=4, pipeline="sequential", passes=passes)
     assert len(codes(result.model)) == 14
-    assert any("nothing in it learns from what it is handed" in note for note in result.report.notes) == (passes != "two")
+    assert any("layers were not run for all batches" in note for note in result.report.notes)
+
+
+@pytest.mark.parametrize("passes", ["one", "two"])
+def test_layers_from_which_nothing_learns_run_no_more_for_more_batches(passes: str) -> None:
+    """What the note says, and why either choice of passes is kept."""
+
+    def calls(num_samples: int) -> int:
+        model, seen = llama(), Counter[str]()
+        nn.Module.register_forward_pre_hook(model.model.layers[1].mlp.act_fn, lambda *_: seen.update(["called"]))
+        recipe = QuantizationModifier(config_groups=INT4, ignore=["lm_head"])
+        oneshot(model, recipe=recipe, dataset=IDS[:num_samples], batch_size=1, pipeline="sequential", passes=passes, verify="off")
+        return seen["called"]
+
+    assert calls(24) - calls(8) < 16
+
+
+@pytest.mark.parametrize("passes", ["one", "two"])
+def test_passes_are_refused_where_layers_do_not_run_one_after_another(passes: str) -> None:
+    recipe = WandaPruningModifier(targets=["Linear"], ignore=["lm_head"], sparsity=0.5)
+    for act in (oneshot, compressor.plan):
+        data = {"dataset": IDS} if act is oneshot else {}
+        with pytest.raises(TargetError, match=f"passes: '{passes}' was given, but no modifier looks at layers one after another"):
+            act(llama(), recipe=recipe, sequential_targets=["LlamaDecoderLayer"], passes=passes, **data)
 
 
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
