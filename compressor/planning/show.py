@@ -123,8 +123,7 @@ def estimate_lines(plan: Plan) -> list[tuple[str, str]]:
     modes = [
         (
             f"mode {name} (estimate)",
-            f"{_time(other.seconds)}, {_mb(other.peak_extra_bytes)} beyond the model"
-            + (" and what a step of its training keeps" if name == "best" else ""),
+            f"{_time(other.seconds)}, {_mb(other.peak_extra_bytes)} beyond the model",
         )
         for name, other in plan.modes.items()
     ]

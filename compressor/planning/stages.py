@@ -315,7 +315,7 @@ class Timeline:
     def _work(self, stacks: Sequence[Stack], stretches: Sequence[Footprint], *, is_whole: bool = True) -> Work:
         """What modifiers compute on by themselves, of one sequence where it grows with these."""
         batches, size = self._setting.batches, self._setting.batches.batch_size
-        given = max((stretch.own_bytes + stretch.shared_bytes for stretch in stretches), default=0)
+        given = max((stretch.needed_bytes + stretch.needed_shared_bytes for stretch in stretches), default=0)
         stream = max((stretch.needed_bytes for stretch in stretches), default=0)
         if is_whole and stretches:
             head = self._setting.head
