@@ -61,6 +61,8 @@ class Learning(Protocol):
 
 @runtime_checkable
 class Streaming(Protocol):
+    """A modifier that compares with the uncompressed model."""
+
     def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:
         """Say whether the uncompressed model shall run beside."""
 
