@@ -153,14 +153,9 @@ class Prober:
     """
 
     def __init__(self, model: nn.Module, batch: Batch, device: torch.device, *, in_front: bool = False, stirs_dead: bool = False) -> None:
-        """Take a model and a batch.
+        """Take a model and a batch, of which an excerpt is used where the model takes one.
 
-        Args:
-            model: as `find_pairs` has it.
-            batch: an excerpt of it is used, where the model takes one.
-            device: of the model.
-            in_front: look at inputs before hooks, and rotations, of the layers do.
-            stirs_dead: modules whose weight is all zeros give numbers, too: what reads them can be told, as with any other weight.
+        `in_front` looks at inputs before hooks, and rotations, do; `stirs_dead` has weights of all zeros give numbers, to tell who reads them.
         """
         self._in_front, self._stirs_dead = in_front, stirs_dead
         self._stirred: dict[str, Tensor] = {}

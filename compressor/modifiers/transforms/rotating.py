@@ -264,16 +264,7 @@ class RotatingModifier(Modifier):
                 raise self.turned_twice(name, SIDES[group], taken[name, SIDES[group]])
 
     def turned_twice(self, name: str, side: str, group: str) -> TargetError:
-        """Make the error of a layer that has a rotation already.
-
-        Args:
-            name: of the layer.
-            side: of it, input or output.
-            group: name of that rotation.
-
-        Returns:
-            The error.
-        """
+        """Make the error of a layer on a side ("input", "output") of which a rotation of that group stands already."""
         return TargetError(f"{self.label}: the {side} of {name} is turned by {group} already; leave one of the two out")
 
     def _check_size(self, size: int, width: int | None, what: str) -> None:
@@ -307,8 +298,8 @@ class RotatingModifier(Modifier):
         if not difference <= rounding_of(dtype):
             if not bool((after == outputs_of_model(state, batch)).all()):
                 raise NumericsError(
-                    f"{self.label}: the model gives other outputs when it is run again, so nothing can be proved on them; switch off what "
-                    "draws random numbers, or give a dataset that holds what it would draw, and pipeline='basic'"
+                    f"{self.label}: the model gives other outputs when it is run again; switch off what draws random numbers, or give a "
+                    "dataset that holds them, and pipeline='basic'"
                 )
             raise NumericsError(
                 f"{self.label}: the turned model's outputs are {difference:.2g} off, relative, more than rounding to {dtype} explains; "
