@@ -155,7 +155,7 @@ class Prober:
     def __init__(self, model: nn.Module, batch: Batch, device: torch.device, *, in_front: bool = False, stirs_dead: bool = False) -> None:
         """Take a model and a batch, of which an excerpt is used where the model takes one.
 
-        `in_front` looks at inputs before hooks, and rotations, do; `stirs_dead` has weights of all zeros give numbers, to tell who reads them.
+        `in_front` looks at inputs before hooks, and rotations, do; `stirs_dead`: weights of all zeros give numbers, so readers are told.
         """
         self._in_front, self._stirs_dead = in_front, stirs_dead
         self._stirred: dict[str, Tensor] = {}
