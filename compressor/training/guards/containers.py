@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from itertools import islice
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compressor.training.guards.frozen_value import MAX_ARRAY_BYTES, Same, frozen, is_foreign
+from compressor.training.guards.frozen_value import CONTAINERS, MAX_ARRAY_BYTES, PLAIN, fact, is_foreign
 from compressor.training.guards.python_state import once_a_look, one_look, other_modules, said_by_loss, variables
 from compressor.training.guards.reach import BOOKS, TORCH_S_OWN
 from compressor.training.step.step import TrainStep
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OPAQUE = (
     *(nn.Module, Tensor, torch.optim.Optimizer, torch.Generator, TrainStep, logging.Logger),
     *(type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, torch.dtype, torch.device),
@@ -33,7 +32,6 @@ TABLES = (
     "_parameters", "_buffers", "_modules",
     "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-_CONTAINERS = (list, dict, set, deque, MappingProxyType)
 _DEPTH, _MAX_CONTAINERS, _MAX_ITEMS = 4, 512, 4096
 
 
@@ -56,12 +54,10 @@ class Container:
         return self.content.values() if isinstance(self.content, Mapping) else self.content
 
     def facts(self) -> tuple[object, ...]:
-        """Return keys and values that can be compared later: plain ones by value, containers by kind, the rest by identity."""
+        """Return keys and values in their order, to be compared later."""
         if len(self.content) > _MAX_ITEMS:
             return (len(self.content),)
-        if isinstance(self.content, set):
-            return (frozenset(map(_fact, self.content)),)
-        return tuple((_fact(key), _fact(value)) for key, value in _items(self.content))
+        return tuple((fact(key), fact(value)) for key, value in _items(self.content))
 
 
 @once_a_look
@@ -158,7 +154,7 @@ def arrays(step: TrainStep) -> list[np.ndarray[Any, Any] | array[Any] | bytearra
     Returns:
         Each once.
     """
-    values = [getter() for _, getter in variables(step)] + [value for held in containers(step) for value in held.values()]
+    values = list(_values(step))
     small = [value for value in values if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject]
     flat = [value for value in values if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES // 8]
     return list({id(one): one for one in (*small, *flat)}.values())
@@ -203,9 +199,7 @@ def loose_tensors(step: TrainStep) -> list[Tensor]:
     Returns:
         Each once.
     """
-    values: list[Any] = [value for _, module in all_modules(step) for value in module.__dict__.values()]
-    values += [getter() for _, getter in variables(step)]
-    values += [value for held in containers(step) for value in held.values()]
+    values: list[Any] = list(_values(step))
     values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
     own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
     found = {id(value): value for value in values if isinstance(value, Tensor) and value.layout is torch.strided}
@@ -230,48 +224,53 @@ class LooseTensors:
             value.detach().copy_(old)
 
 
+def _values(step: TrainStep) -> Iterator[object]:
+    """Give what modules, variables and containers hold, and what lies in tuples there."""
+    waiting = [value for _, module in all_modules(step) for value in module.__dict__.values()]
+    waiting += [getter() for _, getter in variables(step)]
+    waiting += [value for held in containers(step) for value in held.values()]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        waiting += value[:_MAX_ITEMS] if isinstance(value, tuple) else ()
+
+
 def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
     for name, module in all_modules(step):
         for key, value in module.__dict__.items():
-            if key not in BOOKS and type(value) not in _PLAIN:
+            if key not in BOOKS and type(value) not in PLAIN:
                 yield f"attribute '{key}' of {name}", value
     for cls, content in classes(step).items():
         for key, value in content.items():
-            if type(value) not in _PLAIN and not key.startswith("__"):
+            if type(value) not in PLAIN and not key.startswith("__"):
                 yield f"attribute '{key}' of class {cls.__qualname__}", value
     for name, getter in variables(step):
         yield name, getter()
 
 
 def _visit(value: object, name: str, depth: int, found: dict[int, Container]) -> None:
-    if type(value) in _PLAIN or isinstance(value, _OPAQUE) or depth < 0 or len(found) >= _MAX_CONTAINERS:
+    if type(value) in PLAIN or isinstance(value, _OPAQUE) or depth < 0 or len(found) >= _MAX_CONTAINERS:
         return
-    if isinstance(value, tuple):
-        for number, item in enumerate(value[:_MAX_ITEMS]):
+    if isinstance(value, tuple | frozenset):
+        for number, item in enumerate(islice(value, _MAX_ITEMS)):
             _visit(item, f"{name}[{number}]", depth - 1, found)
-        return
     if type(value).__module__.startswith(TORCH_S_OWN):
         return
-    content = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
-    if not isinstance(content, _CONTAINERS) or id(content) in found:
+    is_container = isinstance(value, CONTAINERS)
+    if is_container:
+        _hold(Container(name, value), "{}[{!r}]", depth, found)
+    attributes = getattr(value, "__dict__", None)  # a class of one's own derived from list or dict has some, too
+    if isinstance(attributes, dict):
+        _hold(Container(f"{name}.__dict__" if is_container else name, attributes, value), "{}.{}", depth, found)
+
+
+def _hold(held: Container, spell: str, depth: int, found: dict[int, Container]) -> None:
+    if id(held.content) in found:
         return
-    found[id(content)] = Container(name, content, value)
-    if len(content) > _MAX_ITEMS:
-        return
-    spell: Callable[[object], str] = "[{!r}]".format if isinstance(value, _CONTAINERS) else ".{}".format
-    for key, item in _items(content):
-        _visit(item, name + spell(key if type(key) in _PLAIN else type(key).__name__), depth - 1, found)
+    found[id(held.content)] = held
+    for key, item in _items(held.content) if len(held.content) <= _MAX_ITEMS else ():
+        _visit(item, spell.format(held.name, key if type(key) in PLAIN else type(key).__name__), depth - 1, found)
 
 
 def _items(content: Any) -> list[tuple[object, object]]:
     return list(content.items() if isinstance(content, Mapping) else enumerate(content))
-
-
-def _fact(value: object) -> object:
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, _CONTAINERS):
-        return type(value).__name__
-    if isinstance(value, tuple):
-        return tuple(map(_fact, value))
-    return frozen(value) if isinstance(value, np.ndarray | bytearray | array) else Same(value)

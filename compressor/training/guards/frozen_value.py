@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import deque
+from collections import defaultdict, deque
+from datetime import date, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from functools import cache
+from pathlib import PurePath
 from types import MappingProxyType
 
 import numpy as np
@@ -38,8 +42,14 @@ def is_foreign(module_name: str | None) -> bool:
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# Values that are told by what they print; one of a class of one's own may hold more, and is told by identity.
+_PRINTED = (
+    *(bool, int, float, complex, str, bytes, range, Decimal, Fraction, date, time, timedelta, PurePath),
+    *(torch.dtype, torch.device, np.dtype, np.generic),
+)
+CONTAINERS = (list, dict, set, deque, MappingProxyType)
 MAX_ARRAY_BYTES = 1 << 16  # larger ones are compared by identity: to look at them would cost as much as a step
-_MAX_ITEMS = 64
+_MAX_ITEMS, _MAX_TUPLE = 64, 4096
 
 
 class _Missing:
@@ -78,8 +88,62 @@ class Same:
         return repr(MISSING) if self._object is MISSING else str(getattr(self._object, "__qualname__", type(self._object).__name__))
 
 
+class Exact:
+    """Equal to a value of the very type that prints alike: 1 is not 1.0, and 0.0 is not -0.0.
+
+    Args:
+        value: nothing changes it in place.
+    """
+
+    __slots__ = ("_key",)
+
+    def __init__(self, value: object) -> None:
+        self._key = (type(value), repr(value))
+
+    def __eq__(self, other: object) -> bool:
+        """Compare type and text."""
+        return isinstance(other, Exact) and self._key == other._key
+
+    def __hash__(self) -> int:
+        """Hash type and text."""
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        """Spell the value."""
+        return self._key[1]
+
+
+def kind(value: object) -> object:
+    """Return what a container is beside its content: its class, how long it may grow, and what it makes for a missing key.
+
+    Args:
+        value: a list, a dict or their like.
+
+    Returns:
+        What can be compared later.
+    """
+    if isinstance(value, deque):
+        return (Same(type(value)), value.maxlen)
+    return (Same(type(value)), Same(value.default_factory)) if isinstance(value, defaultdict) else Same(type(value))
+
+
+def fact(value: object) -> object:
+    """Return what can be compared later of a value, if the content of lists, dicts and their like is compared by itself.
+
+    Args:
+        value: anything.
+
+    Returns:
+        As `frozen`, but of such a container its kind alone.
+    """
+    if isinstance(value, CONTAINERS):
+        return kind(value)
+    is_fixed = isinstance(value, tuple | frozenset) and len(value) <= _MAX_TUPLE
+    return (kind(value), *map(fact, value)) if is_fixed else frozen(value)  # type: ignore[call-overload]
+
+
 def frozen(value: object, depth: int = 6) -> object:
-    """Return what can be compared later: numbers and strings by value, small containers by their content, the rest by identity.
+    """Return what can be compared later: values by type and text, small containers by their content and its order, the rest by identity.
 
     Args:
         value: anything.
@@ -88,20 +152,20 @@ def frozen(value: object, depth: int = 6) -> object:
     Returns:
         A value that later changes of `value` do not reach.
     """
-    if type(value) in PLAIN:
+    if value is None or type(value) in (str, bytes):  # equal to no value of another type
         return value
-    if depth < 0:
-        return Same(value)
+    if isinstance(value, _PRINTED) and is_foreign(type(value).__module__):
+        return Exact(value)
     if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject:
-        return ("array", value.shape, str(value.dtype), value.tobytes())
+        return ("array", value.shape, value.strides, str(value.dtype), value.tobytes())
     if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES // 8:
-        return (type(value).__name__, bytes(value))
-    if isinstance(value, list | tuple) and len(value) <= _MAX_ITEMS:
-        return (type(value).__name__, *(frozen(item, depth - 1) for item in value))
-    if isinstance(value, dict | MappingProxyType) and len(value) <= _MAX_ITEMS:
-        return ("dict", *((frozen(key, depth - 1), frozen(item, depth - 1)) for key, item in value.items()))
-    if isinstance(value, set | frozenset) and len(value) <= _MAX_ITEMS:
-        return ("set", frozenset(frozen(item, depth - 1) for item in value))
-    if isinstance(value, list | dict | set | deque | MappingProxyType):
-        return (type(value).__name__, len(value))
-    return Same(value)
+        return (type(value).__name__, getattr(value, "typecode", ""), bytes(value))
+    if isinstance(value, slice):
+        return ("slice", *map(frozen, (value.start, value.stop, value.step)))
+    if depth < 0 or not isinstance(value, (*CONTAINERS, tuple, frozenset)):
+        return Same(value)
+    if len(value) > _MAX_ITEMS:
+        return (kind(value), len(value)) if isinstance(value, CONTAINERS) else Same(value)
+    if isinstance(value, dict | MappingProxyType):
+        return (kind(value), *((frozen(key, depth - 1), frozen(item, depth - 1)) for key, item in value.items()))
+    return (kind(value), *(frozen(item, depth - 1) for item in value))

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import gc
 import operator
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
-from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,14 +31,13 @@ from compressor.training.guards.containers import (
     loose_tensors,
     watches_update,
 )
-from compressor.training.guards.frozen_value import MISSING, Same, frozen
+from compressor.training.guards.frozen_value import MISSING, PLAIN, Same, fact, frozen
 from compressor.training.guards.python_state import GLOBAL_HOOKS, one_look, other_modules, variables
 from compressor.training.guards.reach import BOOKS, HOOKS
 from compressor.training.step.step import HasTensors, TrainStep
 
 # The facts of the host that a captured step takes for granted, by name, so that a change can be said in words.
 
-_PLAIN = (bool, int, float, str, type(None))
 _MAX_SPELLED = 8
 
 
@@ -74,7 +74,7 @@ def _optimizer_facts(step: TrainStep) -> dict[str, object]:
     is_watched = watches_update(step)
     for number, group in enumerate(step.optimizer.param_groups):
         if is_watched:
-            facts |= {f"optimizer group {number}: {key}": value for key, value in group.items() if not isinstance(value, Tensor | list)}
+            facts |= {f"optimizer group {number}: {key}": fact(value) for key, value in group.items() if not isinstance(value, Tensor | list)}
         facts[f"optimizer group {number}: parameters"] = tuple(map(Same, group["params"]))
     if is_watched:
         hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
@@ -145,8 +145,7 @@ def backends() -> tuple[bool, ...]:
 
 def _module_facts(module: nn.Module) -> dict[str, object]:
     values = module.__dict__
-    facts: dict[str, object] = {key: value for key, value in values.items() if type(value) in _PLAIN}
-    facts |= {key: Same(value) for key, value in values.items() if isinstance(value, Tensor | torch.Generator | FunctionType)}
+    facts = {key: fact(value) for key, value in values.items() if key not in BOOKS or type(value) in PLAIN}
     facts["class"] = type(module)
     facts |= {f"order of {kind}": tuple(values[kind]) for kind in ("_modules", "_parameters", "_buffers")}
     facts["forward"] = Same(values.get("forward"))
@@ -175,6 +174,12 @@ def _spell(before: Any, after: Any) -> str:
     return f"{before!r} and is now {'another of the same kind, or lies otherwise' if same else repr(after)}"
 
 
+def _array_facts(some: Any) -> tuple[Any, ...]:
+    if isinstance(some, np.ndarray):
+        return some.dtype, some.shape, some.strides, some.tobytes()
+    return (bytes(some),)
+
+
 _tensor_facts = operator.attrgetter("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _step_facts = operator.attrgetter("model", "optimizer", "session", "loss_fn", "accumulate", "clip_norm", "autocast", "averages")
 
@@ -192,7 +197,10 @@ class Identities:
         self._parameters = list(step.parameters().values())
         self._learning: list[Tensor] = [*self._parameters, *step.model.buffers()]  # a buffer may be asked for its gradient, too
         self._modifiers = [modifier for modifier in step.modifiers if isinstance(modifier, HasTensors)]
+        held = [held.content for held in containers(step)]
+        self._keyed = [content for content in held if isinstance(content, Mapping)]  # the last value may have got another key
         self._getters = [getter for _, getter in variables(step, with_modules=True)]
+        self._getters += [partial(getattr, content, "default_factory") for content in held if isinstance(content, defaultdict)]
         self._arrays = arrays(step)
         tables = list(_tables(step))
         self._owners = [module for _, module in all_modules(step)]
@@ -231,7 +239,7 @@ class Identities:
         objects += _step_facts(self._step)
         objects += map(type, self._owners)
         objects += chain.from_iterable(map(operator.call, self._attributes))
-        objects += chain.from_iterable(self._views)
+        objects += chain.from_iterable((*self._views, *self._keyed))
         objects += chain.from_iterable(map(_tensor_facts, self._learning))
         objects += [group["params"] for group in self._step.optimizer.param_groups]  # the lists: another may have taken their place
         objects += map(operator.call, self._getters)
@@ -256,7 +264,7 @@ class Identities:
             torch.is_grad_enabled(),
             looks_for_nan(),
             backends(),
-            *(bytes(some) if isinstance(some, bytearray) else some.tobytes() for some in self._arrays),
+            *map(_array_facts, self._arrays),
         ]
 
 
