@@ -27,10 +27,14 @@ from compressor.training.uncompiled import uncompiled
 _TORCH, _OWN = Path(torch.__file__).parent, Path(__file__).parents[1]
 _STEP = str(_OWN / "step" / "step.py")
 _ADVICE = "keep it a tensor (torch.where, a tensor lr, fused=True), or decide before the step"
+# Where distributions read their arguments, and what turns that off for those that they make.
+_VALIDATING = tuple(f"distributions/{name}.py" for name in ("distribution", "constraints", "geometric", "continuous_bernoulli"))
+_WITHIN = "where it makes others within itself, call torch.distributions.Distribution.set_default_validate_args(False) instead"
 # Part of torch that reads, where several are on the way the innermost: what to do about it.
 _ADVICE_BY_PART = {
     "optim": "keep settings of its groups Python numbers, and let only lr be a tensor",
-    "distributions": "give the distribution validate_args=False, which is all that it reads for",
+    **dict.fromkeys(_VALIDATING, f"give the distribution validate_args=False, or, {_WITHIN}"),
+    "distributions": "torch reads there whatever is set; run it outside of the step, and give what it gave with the batch",
     "nn/modules/batchnorm.py": f"without a momentum it counts its batches; count in a tensor:{for_batch_norm()}",
     "nn/utils/rnn.py": "pad instead of packing, and mask what lies behind the end of a row",
 }

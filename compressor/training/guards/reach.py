@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
@@ -38,6 +39,8 @@ _OF_AUTOGRAD = frozenset({"forward", "setup_context", "backward", "vjp", "jvp", 
 # What runs when an object is made, spelled or stored, and not because a step has it.
 _OF_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
 _ASIDE = _OF_MAKING | {"__init_subclass__", "__repr__", "__str__", "__del__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"}
+# What a function or a class says of itself.
+_TEXTS = frozenset({"__annotations__", "__doc__", "__module__", "__name__", "__qualname__"})
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, MappingProxyType)
 # Books that torch keeps for itself, as the context of a compiled module or an operator: they change without a change of the step.
 TORCH_S_OWN = "torch._"
@@ -76,6 +79,7 @@ class Walk:
         self._seen: set[int] = set()
         self._held: list[_Held] = []
         self._named, self._of_modules = set[type](), set[type]()
+        self._speaking: dict[type | FunctionType, tuple[str, set[str]]] = {}
 
     def follow(self, roots: Iterable[tuple[str, object]]) -> list[tuple[str, Getter]]:
         """Walk to the end.
@@ -95,6 +99,7 @@ class Walk:
                 found += self._reach(*self._waiting.popleft())
             found += self._of_objects()
             found += self._of_classes()
+            found += self._of_texts()
         return found
 
     def _reach(self, thing: object, name: str) -> Found:
@@ -172,6 +177,7 @@ class Walk:
             self._waiting.append((function.__wrapped__, name))
         if is_foreign(home(function)):
             return
+        self._speaking[function] = (name, set())
         self.said |= said_by(function.__code__, ATTRIBUTES)
         for part in ("__code__", "__defaults__", "__kwdefaults__", "__dict__"):
             if getattr(function, part):
@@ -263,11 +269,22 @@ class Walk:
                     yield f"'{key}' of {held.name}", partial(space.get, key, MISSING)
                 yield from self._within(space[key], f"{held.name}.{key}", held.depth - 1)
 
+    def _of_texts(self) -> Found:
+        """What code names of what functions and classes say of themselves, such as their names."""
+        for thing, (name, done) in self._speaking.items():
+            for key in sorted((self.said & _TEXTS) - done):
+                done.add(key)
+                yield f"{key} of {name}", partial(getattr, thing, key, MISSING)
+
     def _of_classes(self) -> Found:
         """What code names of the classes that were met, and what runs without being named."""
         classes = [cls for cls in self.classes if not is_foreign(cls.__module__)]
         for cls in classes:
             done = self.classes[cls]
+            self._speaking.setdefault(cls, (f"class {cls.__qualname__}", set()))
+            if issubclass(cls, Enum) and "_member_map_" not in done:  # whoever has the class can have any member by its value
+                done.add("_member_map_")
+                yield from self._found(f"members of class {cls.__qualname__}", partial(getattr, cls, "_member_map_"), frozenset())
             said = self.said | (_OF_AUTOGRAD if issubclass(cls, torch.autograd.Function) else frozenset({"forward"}))
             plain = {key for key in said if not (key.startswith("__") and key.endswith("__")) and hasattr(cls, key)}
             for key in sorted((plain | self._implicit(cls)) - done):
