@@ -74,7 +74,9 @@ def _optimizer_facts(step: TrainStep) -> dict[str, object]:
     is_watched = watches_update(step)
     for number, group in enumerate(step.optimizer.param_groups):
         if is_watched:
-            facts |= {f"optimizer group {number}: {key}": fact(value) for key, value in group.items() if not isinstance(value, Tensor | list)}
+            facts |= {
+                f"optimizer group {number}: {key}": fact(value) for key, value in group.items() if not isinstance(value, Tensor | list)
+            }
         facts[f"optimizer group {number}: parameters"] = tuple(map(Same, group["params"]))
     if is_watched:
         hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)

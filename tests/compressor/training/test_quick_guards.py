@@ -110,7 +110,7 @@ CHANGES = {
     "a number of threads": (_threads, GuardDriftError),
     "a hook of a parameter": (lambda t: t.step.model.first.weight.register_hook(lambda grad: grad), GuardDriftError),
     "a buffer that needs a gradient": (lambda t: t.step.model.centre.requires_grad_(), GuardDriftError),
-    "a gradient of a buffer": (_gradient_of_a_buffer, GuardDriftError),
+    "a gradient of a buffer": (_gradient_of_a_buffer, PointerDriftError),
     "a hook of a buffer": (lambda t: t.step.model.scale.register_hook(lambda grad: grad), GuardDriftError),
     "a hook after accumulation": (lambda t: t.step.model.last.bias.register_post_accumulate_grad_hook(print), GuardDriftError),
 }
