@@ -7,7 +7,7 @@ import collections
 import copy
 import datetime
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
@@ -223,10 +223,12 @@ def test_annotations_of_a_function_are_watched_in_place() -> None:
 
 
 @pytest.fixture
-def default_validation() -> Any:
-    """Put torch's default back."""
+def default_validation() -> Iterator[None]:
+    """Validate as torch does until its compiler is used, which switches that off."""
+    before = distributions.Distribution._validate_args
+    distributions.Distribution.set_default_validate_args(True)
     yield
-    distributions.Distribution.set_default_validate_args(__debug__)
+    distributions.Distribution.set_default_validate_args(before)
 
 
 DRAWS: dict[str, Callable[[], Tensor]] = {
