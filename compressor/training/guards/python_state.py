@@ -128,7 +128,8 @@ def said_by_loss(step: TrainStep) -> Set[str]:
 def _reached(step: TrainStep) -> tuple[list[tuple[str, Getter]], Walk, frozenset[str]]:
     found: list[tuple[str, Getter]] = []
     for name, tensor in (*step.parameters().items(), *step.model.named_buffers()):
-        found += [(f"attribute '{key}' of {name}", partial(vars(tensor).get, key)) for key in vars(tensor)]
+        own = [key for key in vars(tensor) if not key.startswith("_dynamo_")]  # with those torch.compile marks what it compiles
+        found += [(f"attribute '{key}' of {name}", partial(vars(tensor).get, key)) for key in own]
     walk = Walk(frozenset(step.model.modules()))
     found += walk.follow(_roots(step))
     said = frozenset(walk.said)

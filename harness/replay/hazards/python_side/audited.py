@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from compressor.errors import SignatureDriftError
 from harness.replay.hazards.building_blocks import (
@@ -36,19 +35,6 @@ from harness.replay.hazards.registry import Hazard
 
 def _built_name() -> Kept:
     return lambda: getattr(sys.modules["harness_replay_hazards_" + "_".join(["settings", "of", "a", "run"])], "fac" + "tor"), write_module
-
-
-def _singleton_new() -> Kept:
-    class Config:
-        _instance: Any = None
-        factor = 1.0
-
-        def __new__(cls) -> Config:
-            if cls._instance is None:
-                cls._instance = super().__new__(cls)
-            return cls._instance
-
-    return lambda: Config().factor, lambda value: setattr(Config(), "factor", value)
 
 
 def _singleton_cached() -> Kept:
@@ -168,14 +154,8 @@ def _builtin() -> Kept:
     return lambda: getattr(builtins, name), lambda value: setattr(builtins, name, value)
 
 
-def _tensor_moved() -> Kept:
-    factor = torch.ones(())
-    return lambda: factor, lambda value: setattr(factor, "data", torch.tensor(value))
-
-
 _AUDITED: tuple[Row, ...] = (
     ("built_name", "a module whose name is put together", kept_in(_built_name)),
-    ("singleton_new", "the one object that __new__ gives", kept_in(_singleton_new)),
     ("singleton_cached", "the one object that a cached function gives", kept_in(_singleton_cached)),
     ("attrgetter", "an attribute by operator.attrgetter", kept_in(_attrgetter)),
     ("weak_reference", "an object behind a weak reference", kept_in(_weak)),
@@ -196,7 +176,6 @@ _AUDITED: tuple[Row, ...] = (
     ("decimal_context", "the precision of decimals", kept_in(_decimal_context)),
     ("collector_flags", "the flags of the garbage collector", kept_in(_collector)),
     ("builtin_name", "a name among the builtins", kept_in(_builtin)),
-    ("tensor_data", "a tensor whose data are exchanged", kept_in(_tensor_moved)),
 )
 _SOURCE = "compressor/training/README.md: what the guards see"
 HAZARDS: tuple[Hazard, ...] = tuple(

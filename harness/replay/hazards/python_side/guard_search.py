@@ -402,6 +402,47 @@ def _slots_in_list() -> Kept:
     return lambda: held[0].factor, lambda value: setattr(held[0], "factor", value)
 
 
+def _singleton_new() -> Kept:
+    class Config:
+        _instance: Any = None
+        factor = 1.0
+
+        def __new__(cls) -> Config:
+            if cls._instance is None:
+                cls._instance = super().__new__(cls)
+            return cls._instance
+
+    return lambda: Config().factor, lambda value: setattr(Config(), "factor", value)
+
+
+def _tensor_moved() -> Kept:
+    factor = torch.ones(())
+    return lambda: factor, lambda value: setattr(factor, "data", torch.tensor(value))
+
+
+def _enum_by_value() -> Kept:
+    class Kind(enum.Enum):
+        ONE = 1
+
+    Kind.ONE.factor = 1.0  # type: ignore[attr-defined]
+    return lambda: Kind(1).factor, lambda value: setattr(Kind(1), "factor", value)  # type: ignore[attr-defined]
+
+
+def _annotated() -> Kept:
+    def function() -> None: ...
+
+    function.__annotations__["factor"] = 1.0
+    return lambda: function.__annotations__["factor"], lambda value: function.__annotations__.update(factor=value)
+
+
+def _list_attribute() -> Kept:
+    class Listed(list[float]):
+        factor: Any = 1.0
+
+    held = Listed([0.0])
+    return lambda: held.factor, lambda value: setattr(held, "factor", value)
+
+
 _SEEN: tuple[Row, ...] = (
     ("parameter_attribute", "an attribute of a parameter", _on_parameter),
     ("class_list", "a list on the class of a module", _in_model(_class_list)),
@@ -443,6 +484,11 @@ _SEEN: tuple[Row, ...] = (
     ("dynamic_attribute", "an attribute by __getattr__", kept_in(_dynamic)),
     ("operators_of_object", "an object's own [] and len()", kept_in(_operators)),
     ("slots_in_list", "an object with slots in a list", kept_in(_slots_in_list)),
+    ("singleton_new", "the one object that __new__ gives", kept_in(_singleton_new)),
+    ("tensor_data", "a tensor whose data are exchanged", kept_in(_tensor_moved)),
+    ("enum_by_value", "an attribute of a member of an enum, by its value", kept_in(_enum_by_value)),
+    ("annotations", "the annotations of a function", kept_in(_annotated)),
+    ("list_attribute", "an attribute of a list of one's own class", kept_in(_list_attribute)),
 )
 _SOURCE = "compressor/training/README.md: what the guards see"
 HAZARDS: tuple[Hazard, ...] = tuple(Hazard(name, what, stage, GuardDriftError, "since the capture", _SOURCE) for name, what, stage in _SEEN)
