@@ -10,7 +10,7 @@ from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from pathlib import PurePath
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 
 import numpy as np
 import torch
@@ -162,6 +162,8 @@ def frozen(value: object, depth: int = 6) -> object:
         return (type(value).__name__, getattr(value, "typecode", ""), bytes(value))
     if isinstance(value, slice):
         return ("slice", *map(frozen, (value.start, value.stop, value.step)))
+    if isinstance(value, MethodType):  # made anew whenever it is asked for
+        return ("method", Same(value.__self__), Same(value.__func__))
     if depth < 0 or not isinstance(value, (*CONTAINERS, tuple, frozenset)):
         return Same(value)
     if len(value) > _MAX_ITEMS:

@@ -38,6 +38,16 @@ class _Float(float):
     pass
 
 
+class _Member(enum.Enum):
+    HALF = 0.5
+
+    def __init__(self, value: float) -> None:
+        self.factor = value
+
+    def doubled(self) -> float:
+        return 2 * self.factor
+
+
 _One = collections.namedtuple("_One", "a")
 _Other = collections.namedtuple("_Other", "a")
 
@@ -109,6 +119,7 @@ EQUAL: dict[str, Callable[[], Any]] = {
     "a scalar of numpy": lambda: np.float32(2),
     "slice": lambda: slice(0, 400),
     "torch.Size": lambda: torch.Size([8, 800]),
+    "a method": lambda: _Member.HALF.doubled,
     "date": lambda: datetime.date(2000, 1, 1),
     "an array": lambda: np.zeros(4),
     "containers": lambda: [1, {"a": {2, 3}}, collections.deque([4], maxlen=5)],
@@ -175,13 +186,6 @@ def test_settings_of_a_captured_optimizer_are_told_by_type() -> None:
     assert group["maximize"] is False
     group["maximize"] = 0
     _assert_refused(trainer, "optimizer group 0: maximize was False and is now 0")
-
-
-class _Member(enum.Enum):
-    HALF = 0.5
-
-    def __init__(self, value: float) -> None:
-        self.factor = value
 
 
 def _by_value(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
