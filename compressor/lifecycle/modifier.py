@@ -67,6 +67,8 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
     reshapes: ClassVar[bool] = False
     # True where it trains through all layers at one time, so that none can wait elsewhere for its turn.
     needs_all_layers: ClassVar[bool] = False
+    # False: its hooks leave nothing on the modules that they look at, nor below, so all that is set there is a sample's.
+    keeps_on_modules: ClassVar[bool] = True
     # How it works where several processes share a run; None: it does not know of them, so that it cannot where it looks at data.
     across_ranks: ClassVar[AcrossRanks | None] = None
     # What the modifier does differently on purpose, for `harness.verify`; nothing here reads it.

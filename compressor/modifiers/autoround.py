@@ -59,6 +59,7 @@ class AutoRoundModifier(SchemeModifier):
 
     across_ranks: ClassVar[AcrossRanks | None] = "sums"  # the first learns, from the calls of all
     borrows: ClassVar[bool] = True
+    keeps_on_modules: ClassVar[bool] = False  # it hooks whole blocks, whose forwards may set what they like
     takes_embeddings: ClassVar[bool] = False
 
     iters: int = Field(default=200, ge=0)

@@ -15,17 +15,19 @@ from compressor.tracing import Watched
 # Which modules the modifiers of a session are looking at now: those that carry their calibration hooks.
 
 
-def watched_modules(session: Session) -> Watched:
+def watched_modules(session: Session, *, keeping: bool = False) -> Watched:
     """Find the hooked modules.
 
     Args:
         session: its modifiers own the hooks.
+        keeping: only those on which hooks may keep statistics.
 
     Returns:
         Dotted names, in the order of the model.
     """
     # By identity, because a hook knows its module and not the module's name, which may be several.
-    hooked = {id(module) for modifier in session.modifiers for module, _ in modifier.hooked_modules()}
+    looking = [modifier for modifier in session.modifiers if modifier.keeps_on_modules or not keeping]
+    hooked = {id(module) for modifier in looking for module, _ in modifier.hooked_modules()}
     return tuple(name for name, module in session.state.model.named_modules() if id(module) in hooked)
 
 

@@ -171,6 +171,7 @@ def _pass_stages(
             store,
             device=state.device,
             watched=lambda: watched_modules(session),
+            keeping=watched_modules(session, keeping=True),
             on_sample=on_sample,
             quiet=session.hooks_disabled,
             beside=beside,

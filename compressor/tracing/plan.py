@@ -139,6 +139,7 @@ class Plan:
         *,
         device: torch.device | None = None,
         watched: Callable[[], Watched] | None = None,
+        keeping: Watched | None = None,
         on_sample: Callable[[int], None] = lambda index: None,
         quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
         keep_outputs: bool = False,
@@ -154,6 +155,7 @@ class Plan:
             store: where values wait between stages; None keeps them where they are. The suspend engine keeps them in paused frames.
             device: of the model; None leaves batches where they are.
             watched: modules with calibration hooks, which keep statistics; None: all with hooks, but those from before `trace` keep none.
+            keeping: those of the watched modules on which, or below, hooks keep statistics of all samples; None: all.
             on_sample: called with the number of a sample before it runs on.
             quiet: context in which hooks of calibrated targets sleep.
             keep_outputs: keep what the forwards return.
@@ -170,7 +172,7 @@ class Plan:
             TracingError: the engine that was asked for cannot follow these batches.
         """
         batches = as_batches(batches)
-        keeping = hooked(self.model, self._own_hooks) if watched is None else None
+        keeping = hooked(self.model, self._own_hooks) if watched is None else keeping
         watched = watched or (lambda: hooked(self.model))
         self._notice_changes()
 

@@ -22,6 +22,7 @@ from compressor.modifiers.schemes.input_statistics import input_of
 from compressor.modifiers.tuning.gradients import send_back
 from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
 from compressor.nn.quantized_linear import is_conv1d
+from compressor.tracing.targets.sample_state import values_kept
 
 
 @dataclass
@@ -211,7 +212,8 @@ class BlockLoss:
 
     def _output(self, inputs: Any) -> Tensor:
         args, kwargs = inputs
-        return first_tensor(self._block(*args, **kwargs), self.name)
+        with values_kept(self._block):  # each call begins with what the modules of the block held before all of them
+            return first_tensor(self._block(*args, **kwargs), self.name)
 
 
 def _told(call: BlockCall, name: str) -> list[Any]:

@@ -126,6 +126,30 @@ class ModuleValues:
         self._restore_generators(view)
 
 
+@contextlib.contextmanager
+def values_kept(module: nn.Module) -> Iterator[None]:
+    """Take back all data that is set inside on a module, and on modules in it; set-up stays, see `ModuleValues`.
+
+    Args:
+        module: that is called inside.
+
+    Yields:
+        Nothing.
+    """
+    tables = [table for part in module.modules() for table in (vars(part), part._buffers)]
+    kept = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, before in zip(tables, kept, strict=True):
+            for name in [one for one, value in table.items() if value is not before.get(one)]:
+                if name in before and (_is_data(table[name]) or _is_data(before[name])):
+                    table[name] = before[name]
+                elif _is_data(table[name]):
+                    del table[name]
+            table.update((name, before[name]) for name in before.keys() - table.keys())
+
+
 def _held_by(value: Any) -> Iterable[Any]:
     return value.values() if type(value) is dict else value if type(value) in (list, tuple) else (value,)
 
