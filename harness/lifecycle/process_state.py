@@ -7,22 +7,20 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn, overrides
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 
 from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.driving.python_settings import PYTHON_SETTINGS
 from harness.lifecycle.driving.shared_code import SharedCode
 from harness.lifecycle.driving.snapshot import CLASSES, GLOBAL_HOOKS, SHARED, added_names
-from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS
+from harness.lifecycle.driving.torch_settings import FUNCTION_MODES, TORCH_SETTINGS, EnteredModes, modes_aside
 
 # Random numbers in the harness: its own leave the caller's alone, and those that only make a module are told from all others.
 #
@@ -53,16 +51,17 @@ class ModulesMayDraw(TorchFunctionMode):
     def __enter__(self) -> Self:
         """Remember where the generators stand, and begin below all other modes: those leave by taking off whatever is on top."""
         self._before = self._due = RandomState.current(foreign=False)
-        stack = _FUNCTION_MODES.stack()
+        stack = FUNCTION_MODES.stack()
         place = next((number for number, mode in enumerate(stack) if not isinstance(mode, DeviceContext)), len(stack))
-        _FUNCTION_MODES.put([*stack[:place], self, *stack[place:]])  # that of a default device has to be the very first
+        FUNCTION_MODES.put([*stack[:place], self, *stack[place:]])  # that of a default device has to be the very first
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Take back what the making of modules has drawn. Modes that somebody has entered meanwhile stay."""
-        _FUNCTION_MODES.put([mode for mode in _FUNCTION_MODES.stack() if mode is not self])
-        if self._due is not self._before and RandomState.current(foreign=False).equals(self._due):
-            self._before.restore()
+        FUNCTION_MODES.put([mode for mode in FUNCTION_MODES.stack() if mode is not self])
+        with modes_aside():
+            if self._due is not self._before and RandomState.current(foreign=False).equals(self._due):
+                self._before.restore()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -103,54 +102,6 @@ def _where() -> tuple[str, bool]:
     return place, False
 
 
-# Modes of torch: objects through which every call of a function or an operator of this thread goes, the last one first.
-
-
-@dataclass(frozen=True)
-class _Modes:
-    """One of torch's stacks of modes: what is on it, how one is taken off and how one is put on."""
-
-    stack: Callable[[], Sequence[Any]]
-    pop: Callable[[], Any]
-    push: Callable[[Any], None]
-
-    def put(self, modes: Sequence[Any]) -> None:
-        """Have these modes, and no others."""
-        for _ in self.stack():
-            self.pop()
-        for mode in modes:
-            self.push(mode)
-
-
-_FUNCTION_MODES = _Modes(overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode)
-_DISPATCH_MODES = _Modes(_python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._pop_mode, _python_dispatch._push_mode)
-
-
-def _saved_tensors() -> list[Any]:
-    """The hooks that pack what is saved for a backward; torch shows the last pair of them only."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return [] if found is None else [found]
-
-
-class EnteredModes:
-    """The modes of this thread as they are now, to be had again."""
-
-    def __init__(self) -> None:
-        """Take note of them."""
-        self._stacks = [(modes, list(modes.stack())) for modes in (_FUNCTION_MODES, _DISPATCH_MODES)]
-        self._saved = _saved_tensors()
-
-    def put_back(self) -> None:
-        """Take off what somebody has entered since then and not left; that of torch.set_default_device is a setting, and stays."""
-        for modes, stack in self._stacks:
-            now = modes.stack()
-            if [*map(id, now)] != [*map(id, stack)]:
-                device = [mode for mode in now if isinstance(mode, DeviceContext)]
-                modes.put([*device, *(mode for mode in stack if not isinstance(mode, DeviceContext))])
-        while _saved_tensors() and _saved_tensors() != self._saved:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-
-
 # How the hooks of all modules are called stands beside them.
 _HOW_CALLED = tuple(name for name in vars(torch_module) if name.startswith("_global_forward_hooks_"))
 _MISSING = object()
@@ -166,7 +117,7 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
     Args:
         modules: whose classes, and the code that these share with all others, are looked after, beside those of torch.
     """
-    modules, modes = list(modules), EnteredModes()
+    modules = list(modules)
     code = SharedCode(modules)
     classes = {cls for module in modules for cls in type(module).__mro__ if issubclass(cls, nn.Module)} | _layers()
     spaces = [(owner, dict(vars(owner))) for owner in {*classes, *CLASSES, *SHARED.values()}]
@@ -178,7 +129,6 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
         with random_numbers_kept(), settings_kept():
             yield
     finally:
-        modes.put_back()
         for store, items in contents:
             if store != items:
                 store.clear()
@@ -193,11 +143,12 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
 
 @contextmanager
 def settings_kept() -> Iterator[None]:
-    """Leave the settings of torch, numpy and Python as they were, the grad mode among them."""
-    settings = [(read(), read, write) for read, write in _SETTINGS]
+    """Leave the settings of torch, numpy and Python as they were, the grad mode among them, and modes that somebody has not left."""
+    modes, settings = EnteredModes(), [(read(), read, write) for read, write in _SETTINGS]
     try:
         yield
     finally:
+        modes.put_back()  # before anything is read or written, which would go through them
         for value, read, write in settings:
             if read() != value:
                 write(value)

@@ -26,9 +26,9 @@ from harness.lifecycle.driving.driver import CompressorRun, Run, apply_settings,
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
 from harness.lifecycle.driving.time_limit import Stopwatch
+from harness.lifecycle.driving.torch_settings import EnteredModes
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings
-from harness.lifecycle.process_state import EnteredModes
 from harness.profiles import PROFILES, Profile
 
 MOST_BATCHES = 12

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from compressor.errors import UserInputError
 from compressor.random_state import random_numbers_kept
+from harness.lifecycle.driving.torch_settings import EnteredModes
 from harness.modules.tensors import held_tensors, same_bits
 from harness.reporting.record import Claim
 from harness.tolerance.bits import without_bytes
@@ -273,7 +274,7 @@ def run(module: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Put attributes, hooks and the bytes of tensors back at the end of the block, whatever happened in it.
+    """Put attributes, hooks and the bytes of tensors back at the end of the block, and take off modes of torch, whatever happened in it.
 
     Args:
         module: the module; its submodules are kept too.
@@ -288,6 +289,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     storages = {(storage.data_ptr(), storage.nbytes()): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     memories = [(storage, storage.clone()) for storage in storages.values()]
     versions = [tensor for tensor in tensors if not tensor.is_inference()]  # a graph made before looks at them in its backward
+    modes = EnteredModes()
     for tensor, _, _, grad in contents:
         if grad is not None:
             tensor.grad = grad.detach().clone()
@@ -295,6 +297,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
         with _unsafe_preserve_version_counter(tuple(versions)):
             yield
     finally:
+        modes.put_back()  # before anything is written, which would go through them
         for storage, memory in memories:
             storage.copy_(memory)
         for tensor, data, requires_grad, grad in contents:

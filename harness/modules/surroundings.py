@@ -7,6 +7,7 @@ import torch
 from compressor.random_state import random_numbers_kept
 from harness.lifecycle.driving.oracle_run import list_differences
 from harness.lifecycle.driving.snapshot import Snapshot
+from harness.lifecycle.driving.torch_settings import modes_aside
 from harness.lifecycle.process_state import settings_kept
 from harness.modules.subject import ModuleCheck, Subject, collect, untouched
 from harness.modules.tensors import same_bits
@@ -26,7 +27,7 @@ def _surroundings(subject: Subject) -> list[str]:
     told: set[str] = set()
     for with_gradients, mode in _WAYS:
         how = f"a forward {'with' if with_gradients else 'without'} gradients" + ("" if mode is None else f" in training={mode}")
-        with untouched(subject.module), settings_kept(), torch.set_grad_enabled(with_gradients):
+        with torch.set_grad_enabled(with_gradients), untouched(subject.module), settings_kept():
             if mode is not None and not _takes(subject, mode):
                 continue
             changes = _changes(subject)
@@ -51,7 +52,10 @@ def _changes(subject: Subject) -> list[str]:
     found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
     kept = [one for one in found if one.kind in _KINDS]
     others = [name for name, parameter in parameters.items() if now.get(name) is not parameter]
-    written = [name for name, value in values.items() if name not in {*others, *cut} and not same_bits(parameters[name].detach(), value)]
+    with modes_aside():  # those that the forward has left on are told
+        written = [
+            name for name, value in values.items() if name not in {*others, *cut} and not same_bits(parameters[name].detach(), value)
+        ]
     return [
         *([f"changed {list_differences(kept)}"] if kept else []),
         *([f"put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []),
@@ -74,8 +78,8 @@ def _takes(subject: Subject, mode: bool) -> bool:
 def _reseeds(subject: Subject) -> bool:
     """Whether the generator ends at the same place from two beginnings; a forward that only draws keeps them apart."""
     ends = []
-    with untouched(subject.module), random_numbers_kept():
-        for seed in (1, 2):
+    for seed in (1, 2):
+        with untouched(subject.module), random_numbers_kept():
             torch.manual_seed(seed)
             args, kwargs = subject.inputs()
             subject.module(*args, **kwargs)

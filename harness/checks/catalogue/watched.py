@@ -20,6 +20,7 @@ from harness.checks import protocols
 from harness.checks.catalogue.kinds import KINDS, SideEffectError
 from harness.lifecycle.driving.shared_code import SharedCode
 from harness.lifecycle.driving.snapshot import Difference, Held, Snapshot, describe_change, freeze
+from harness.lifecycle.driving.torch_settings import EnteredModes
 from harness.lifecycle.process_state import ModulesMayDraw
 from harness.lifecycle.subject import begin_random_numbers
 
@@ -68,13 +69,14 @@ class Watched:
         before, results = _look(given), {key: _frozen(value) for key, value in self._results.items()}
         self._num_calls += 1
         begin_random_numbers(self._num_calls)  # each call finds another seed of the caller's, which decides nothing
-        around, shared = Snapshot.of_surroundings(), _shared_code(given)
+        around, shared, modes = Snapshot.of_surroundings(), _shared_code(given), EnteredModes()
         try:
             with ModulesMayDraw() if name in _MAKES_MODULES else nullcontext():
                 result = method(*args, **kwargs)
         finally:
             # Whoever refuses what it was given leaves it as it was, too.
             process = around.differences(Snapshot.of_surroundings(), ("threads",)) + shared.differences()
+            modes.put_back()  # nothing below is to go through them
             shared.put_back()
             self._refuse(name, process, before, given, results)
         if isinstance(getattr(result, "kind", None), str):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from compressor.errors import UserInputError
 from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.time_limit import TimeLimitError
+from harness.lifecycle.driving.torch_settings import while_in_modes
 from harness.lifecycle.subject import CannotTellError, NothingToCheckError, Subject
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
@@ -76,7 +77,7 @@ class LifecycleCheck:
         except BaseException as error:  # noqa: BLE001 - a subject may break anything, and call sys.exit(); what it did is the finding
             if (inner := _violation_in(error)) is not None:
                 return self._failed(inner)
-            return self._broken(f"the check could not be completed: {describe(error)}", [describe(error)])
+            return self._broken(f"the check could not be completed: {describe(error)}{while_in_modes()}", [describe(error)])
         return self.claim.record(Outcome.PASS, summary)
 
     def _look(self, subject: Subject) -> str:

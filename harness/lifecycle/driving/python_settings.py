@@ -1,5 +1,5 @@
 """Settings of Python and numpy that hold for the whole process or thread, by the names that a finding has for them: how to read each, and
-how to set it. Filters of warnings stand elsewhere: libraries add some when they are imported."""
+how to set it. Filters of warnings stand apart: libraries add some when they are imported."""
 
 from __future__ import annotations
 
@@ -122,3 +122,25 @@ PYTHON_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = 
         **_affinity,
     }
 )
+
+
+class WarningFilters:
+    """Filters of warnings. A library that is imported for the first time may filter its own, by message, module or class."""
+
+    def __init__(self) -> None:
+        self.all, self.num_modules = list(warnings.filters), len(sys.modules)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WarningFilters):
+            return NotImplemented
+        if self.num_modules == other.num_modules:
+            return self.all == other.all
+        return self._of_everybody() == other._of_everybody()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{len(self.all)} filters, the first one {self.all[0][:3] if self.all else None}"
+
+    def _of_everybody(self) -> list[Any]:
+        return [one for one in self.all if one[1] is None and one[3] is None and one[2].__module__ == "builtins"]

@@ -11,9 +11,7 @@ import math
 import operator
 import os
 import random
-import sys
 import threading
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -29,8 +27,8 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from compressor.pages import equal_bytes
-from harness.lifecycle.driving.python_settings import PYTHON_SETTINGS
-from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS
+from harness.lifecycle.driving.python_settings import PYTHON_SETTINGS, WarningFilters
+from harness.lifecycle.driving.torch_settings import TORCH_SETTINGS, modes_aside, num_modes
 
 MAX_DEPTH = 8
 HOOKS = (
@@ -236,6 +234,7 @@ class Snapshot:
         extra: further things to look at, by kind.
     """
 
+    @modes_aside()
     def __init__(self, model: nn.Module, extra: Mapping[str, object] | None = None) -> None:
         self.items: dict[tuple[str, str], object] = dict(surroundings())
         for name, module in model.named_modules(remove_duplicate=False):
@@ -250,7 +249,8 @@ class Snapshot:
     def of_surroundings(cls) -> Snapshot:
         """Return what is true around any model: all that a call of code without a model may leave as it was."""
         taken = cls.of_process()
-        taken.items.update(surroundings())
+        with modes_aside():
+            taken.items.update(surroundings())
         return taken
 
     @classmethod
@@ -264,6 +264,7 @@ class Snapshot:
         taken.items.update({("process", name): value for name, value in _settings_of_process()})
         return taken
 
+    @modes_aside()
     def differences(self, later: Snapshot, allowed: Collection[str] = ()) -> list[Difference]:
         """Compare with a later snapshot.
 
@@ -321,6 +322,7 @@ def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = (), t
     return Same(value)
 
 
+@modes_aside()
 def num_hooks(model: nn.Module) -> int:
     """Return how many hooks of any kind lie on a model's modules and tensors, and on all modules of the process."""
     own = sum(len(module.__dict__.get(kind) or ()) for module in model.modules() for kind in HOOKS)
@@ -400,35 +402,13 @@ def surroundings() -> Iterator[tuple[tuple[str, str], object]]:
 
 
 def _settings_of_process() -> Iterator[tuple[str, object]]:
-    yield "warnings", _Filters()
+    yield "torch's modes", num_modes()
+    yield "warnings", WarningFilters()
     yield "torch's print options", freeze(vars(torch._tensor_str.PRINT_OPTS))
-    stacks = (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack())
-    yield "torch's modes", (*stacks, torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)
-    yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0)
+    with modes_aside():
+        yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0)
     yield from ((name, read()) for name, (read, _) in TORCH_SETTINGS.items())
     yield from ((name, _setting(read())) for name, (read, _) in PYTHON_SETTINGS.items())
-
-
-class _Filters:
-    """Filters of warnings. A library that is imported for the first time may filter its own, by message, module or class."""
-
-    def __init__(self) -> None:
-        self.all, self.num_modules = list(warnings.filters), len(sys.modules)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Filters):
-            return NotImplemented
-        if self.num_modules == other.num_modules:
-            return self.all == other.all
-        return self._of_everybody() == other._of_everybody()
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"{len(self.all)} filters, the first one {self.all[0][:3] if self.all else None}"
-
-    def _of_everybody(self) -> list[Any]:
-        return [one for one in self.all if one[1] is None and one[3] is None and one[2].__module__ == "builtins"]
 
 
 def _setting(value: object) -> object:

@@ -1,16 +1,21 @@
-"""Settings of torch that hold for the whole process, by the names that a finding has for them: how to read each, and how to set it."""
+"""Settings of torch that hold for the whole process, by the names that a finding has for them: how to read each, and how to set it;
+and the modes of a thread."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import overrides
 from torch.distributions import Distribution
 from torch.sparse import check_sparse_tensor_invariants
-from torch.utils import deterministic
+from torch.utils import _python_dispatch, deterministic
+from torch.utils._device import DeviceContext
 
 from compressor.numerics.precision import float32_precisions, set_float32_precisions
 
@@ -83,3 +88,76 @@ TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = M
         "mapping of torch.load": (_files.get_default_mmap_options, _files.set_default_mmap_options),
     }
 )
+
+
+# Modes of torch: objects through which every call of a function or an operator of this thread goes, the last one first.
+
+
+@dataclass(frozen=True)
+class _Modes:
+    """One of torch's stacks of modes: what is on it, how one is taken off and how one is put on."""
+
+    stack: Callable[[], Sequence[Any]]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+
+    def put(self, modes: Sequence[Any]) -> None:
+        """Have these modes, and no others."""
+        for _ in self.stack():
+            self.pop()
+        for mode in modes:
+            self.push(mode)
+
+
+FUNCTION_MODES = _Modes(overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode)
+_DISPATCH_MODES = _Modes(_python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._pop_mode, _python_dispatch._push_mode)
+
+
+def _saved_tensors() -> list[Any]:
+    """The hooks that pack what is saved for a backward; torch shows the last pair of them only."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return [] if found is None else [found]
+
+
+class EnteredModes:
+    """The modes of this thread as they are now, to be had again."""
+
+    def __init__(self) -> None:
+        """Take note of them."""
+        self._stacks = [(modes, list(modes.stack())) for modes in (FUNCTION_MODES, _DISPATCH_MODES)]
+        self._saved = _saved_tensors()
+
+    def put_back(self) -> None:
+        """Take off what somebody has entered since then and not left; that of torch.set_default_device is a setting, and stays."""
+        for modes, stack in self._stacks:
+            now = modes.stack()
+            if [*map(id, now)] != [*map(id, stack)]:
+                device = [mode for mode in now if isinstance(mode, DeviceContext)]
+                modes.put([*device, *(mode for mode in stack if not isinstance(mode, DeviceContext))])
+        while _saved_tensors() and _saved_tensors() != self._saved:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def num_modes() -> tuple[int, int, bool]:
+    """Return how many modes of functions and of operators this thread is in, and whether hooks pack what is saved for a backward."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack(), bool(_saved_tensors())
+
+
+def while_in_modes() -> str:
+    """Name the modes that this thread is in, for the message of an error that may be theirs; empty where there is none."""
+    modes = [mode for stack in (FUNCTION_MODES, _DISPATCH_MODES) for mode in stack.stack() if not isinstance(mode, DeviceContext)]
+    names = ", ".join(type(mode).__qualname__ for mode in modes)
+    return f", while torch's modes were entered and not left: {names}" if names else ""
+
+
+@contextmanager
+def modes_aside() -> Iterator[None]:
+    """Look at what is there while no mode looks on: what its handler raises or returns then is nobody's doing."""
+    stacks = [(modes, list(modes.stack())) for modes in (FUNCTION_MODES, _DISPATCH_MODES)]
+    for modes, stack in stacks:
+        modes.put([mode for mode in stack if isinstance(mode, DeviceContext)])
+    try:
+        yield
+    finally:
+        for modes, stack in stacks:
+            modes.put(stack)

@@ -17,7 +17,8 @@ from compressor.numerics import QuantizationArgs
 from harness.checks.adapters.ours import OurQuantizer
 from harness.checks.protocols import Quantized
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
-from harness.lifecycle.process_state import EnteredModes, ModulesMayDraw, process_kept
+from harness.lifecycle.driving.torch_settings import EnteredModes
+from harness.lifecycle.process_state import ModulesMayDraw, process_kept
 from harness.lifecycle.subject import Subject
 
 
@@ -29,6 +30,19 @@ class Passes(TorchFunctionMode):
 class Dispatches(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+class Raises(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("this mode is over")
+
+
+class DispatchRaises(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("this mode is over")
+
+
+RAISING: tuple[Callable[[], Any], ...] = (Raises, DispatchRaises, TorchFunctionMode)
 
 
 def _saves() -> Any:
@@ -122,3 +136,39 @@ def test_the_caller_of_check_keeps_the_modes_that_were_there() -> None:
             own.__exit__(None, None, None)  # who takes off what is another's has it put back
         assert _get_current_function_mode_stack() == [own]
     assert "torch's modes" in record.summary, record.summary
+
+
+@pytest.mark.parametrize("mode", RAISING)
+@pytest.mark.parametrize("where", ["on_initialize", "on_calibration_start", "on_finalize"])
+def test_a_mode_that_raises_is_a_finding_of_verify_and_taken_off(mode: Callable[[], Any], where: str) -> None:
+    def enter(self: Modifier, state: State, event: Event | None = None) -> bool:
+        mode().__enter__()
+        return True
+
+    methods: dict[str, Any] = {"__module__": __name__, "on_initialize": lambda self, state: True} | {where: enter}
+    modifier: type[Modifier] = type("Enters", (Modifier,), methods)
+    checks = ["lifecycle.nothing_left", "lifecycle.completes"]
+    report = harness.verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=checks)
+    assert all("torch's modes" in record.summary for record in report.records[1:]), report.to_text()
+    assert _standing() == (0, 0, False)
+
+
+@pytest.mark.parametrize("mode", RAISING)
+def test_a_mode_that_raises_is_a_finding_of_verify_module_and_check(mode: Callable[[], Any]) -> None:
+    class Enters(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            mode().__enter__()
+            return y
+
+    class EntersToo(OurQuantizer):
+        def quantize(self, weight: Tensor) -> Quantized:
+            found = super().quantize(weight)
+            mode().__enter__()
+            return found
+
+    around = next(one for one in harness.verify_module(Enters(4, 4), torch.ones(2, 4)).records if one.name == "module.surroundings")
+    assert "torch's modes" in around.summary, around
+    report = harness.check(EntersToo(QuantizationArgs(num_bits=4, group_size=16)), checks=["quantizer.zero"], draws=False)
+    assert "torch's modes" in report.records[0].summary, report.to_text()
+    assert _standing() == (0, 0, False)
