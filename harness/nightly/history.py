@@ -21,6 +21,7 @@ from compressor.settings.kinds import TEXT
 from harness.errors import HistoryError
 from harness.nightly.environment import Environment
 from harness.nightly.exchange import read_tables, write_tables
+from harness.nightly.history_file import READABLE, check, is_empty, prepare, seal
 from harness.nightly.measurement import (
     Acceptance,
     Better,
@@ -35,9 +36,6 @@ from harness.nightly.measurement import (
     readings,
 )
 
-SCHEMA = 2
-"""Of the file, in its `user_version`."""
-_MARK = 0x636E6967  # application_id, so that another program's database is not taken for a history
 _WAIT = 30.0  # seconds for other writers
 _REMEDIES = {
     "SQLITE_FULL": "nothing of this was written; make room",
@@ -49,18 +47,6 @@ _REMEDIES = {
     "SQLITE_READONLY": "nothing of this was written; make the file and its folder writable",
 }
 """By the beginning of SQLite's name of an error, the longer ones first."""
-_TABLES = {
-    "environments": "(id INTEGER PRIMARY KEY, digest TEXT NOT NULL UNIQUE, facts TEXT NOT NULL)",
-    "measurements": "(id INTEGER PRIMARY KEY, night TEXT NOT NULL, environment INTEGER NOT NULL REFERENCES environments, "
-    "revision TEXT NOT NULL, metric TEXT NOT NULL, better TEXT NOT NULL, made TEXT NOT NULL, kind TEXT NOT NULL DEFAULT 'series')",
-    "readings": "(measurement INTEGER NOT NULL REFERENCES measurements, place INTEGER NOT NULL, value REAL NOT NULL, "
-    "PRIMARY KEY (measurement, place)) WITHOUT ROWID",
-    "acceptances": "(id INTEGER PRIMARY KEY, metric TEXT NOT NULL, night TEXT NOT NULL, until TEXT NOT NULL, reason TEXT NOT NULL, "
-    "made TEXT NOT NULL)",
-    "cells": "(id INTEGER PRIMARY KEY, night TEXT NOT NULL, environment INTEGER NOT NULL REFERENCES environments, revision TEXT NOT NULL, "
-    "cell TEXT NOT NULL, attempt INTEGER NOT NULL, outcome TEXT NOT NULL, seconds REAL NOT NULL, memory INTEGER NOT NULL, "
-    "summary TEXT NOT NULL, made TEXT NOT NULL)",
-}
 _CELL = "night, digest, revision, cell, attempt, outcome, seconds, memory, summary"
 _EXPORTED = {
     "readings": "SELECT night, facts, revision, metric, better, kind, measurements.made, place, value FROM measurements "
@@ -69,7 +55,6 @@ _EXPORTED = {
     "cells": "SELECT night, facts, revision, cell, attempt, outcome, seconds, memory, summary, made FROM cells "
     "JOIN environments ON environment = environments.id ORDER BY cells.id",
 }
-_INDEX = "CREATE INDEX measurements_by_metric ON measurements (metric, environment, night)"
 
 
 class History:
@@ -89,8 +74,8 @@ class History:
             raise HistoryError(f"{self.path}: is a folder, and a history is one file; name a file such as history.sqlite")
         if self.path.exists():
             with self._open() as database:
-                schema = self._check(database)
-            if schema < SCHEMA:
+                schema = check(database, self.path)
+            if schema < READABLE:
                 with self._open(write=True):  # which brings it up to date
                     pass
 
@@ -372,7 +357,7 @@ class History:
         if not self.path.exists():
             return []
         with self._open() as database:
-            return [] if _is_empty(database) else database.execute(query, values).fetchall()
+            return [] if is_empty(database) else database.execute(query, values).fetchall()
 
     @contextmanager
     def _open(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:
@@ -387,10 +372,12 @@ class History:
                 database.execute("PRAGMA foreign_keys = ON" if write else "PRAGMA query_only = ON")
                 if write:
                     database.execute("PRAGMA synchronous = FULL")
-                    database.execute("BEGIN IMMEDIATE")
-                    self._prepare(database)
+                database.execute("BEGIN IMMEDIATE" if write else "BEGIN")
+                if write:
+                    prepare(database, self.path)
                 yield database
                 if write:
+                    seal(database)
                     database.execute("COMMIT")
             finally:
                 database.close()  # what was not committed is gone
@@ -400,49 +387,6 @@ class History:
             raise HistoryError(
                 f"{self.path}: the history cannot be {'written' if write else 'read'} ({error}); {_remedy(error)}"
             ) from error
-
-    def _prepare(self, database: sqlite3.Connection) -> None:
-        """Make the tables of a new file; look at those of one that is there, and bring an older one up to date."""
-        if not _is_empty(database):
-            self._check(database)
-        else:
-            for name in ("environments", "measurements", "readings", "acceptances"):
-                self._make(database, name)
-            database.execute(_INDEX)
-            database.execute(f"PRAGMA application_id = {_MARK}")
-        columns = [column[1] for column in database.execute("PRAGMA table_info(measurements)")]
-        if "kind" not in columns:
-            database.execute("ALTER TABLE measurements ADD COLUMN kind TEXT NOT NULL DEFAULT 'series'")
-        if not database.execute("PRAGMA table_info(cells)").fetchall():
-            self._make(database, "cells")
-        database.execute(f"PRAGMA user_version = {SCHEMA}")
-
-    def _make(self, database: sqlite3.Connection, name: str) -> None:
-        database.execute(f"CREATE TABLE {name} {_TABLES[name]}")
-        for event in ("UPDATE", "DELETE"):
-            database.execute(
-                f"CREATE TRIGGER {name}_{event.lower()} BEFORE {event} ON {name} "
-                "BEGIN SELECT RAISE(ABORT, 'rows of a history are never changed'); END"
-            )
-
-    def _check(self, database: sqlite3.Connection) -> int:
-        """Return the version of the file; one that nothing was written to, or that another writer is making just now, has ours."""
-        if _is_empty(database):
-            return SCHEMA
-        mark = database.execute("PRAGMA application_id").fetchone()[0]
-        schema = database.execute("PRAGMA user_version").fetchone()[0]
-        if mark != _MARK:
-            raise HistoryError(f"{self.path}: is no history of harness nightly; name another file")
-        if schema > SCHEMA:
-            raise HistoryError(f"{self.path}: has version {schema}, and this harness reads up to {SCHEMA}; use a newer harness")
-        state = database.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if state != "ok":
-            raise HistoryError(f"{self.path}: is damaged ({' '.join(state.split())}); take a copy from before, or export what can be read")
-        return int(schema)
-
-
-def _is_empty(database: sqlite3.Connection) -> bool:
-    return not database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
 
 
 def _check_until(until: str, last_night: str) -> None:
@@ -470,7 +414,8 @@ def _some(values: tuple[float, ...]) -> str:
 
 
 def _remedy(error: Exception) -> str:
-    name = getattr(error, "sqlite_errorname", "")
+    of_python = "SQLITE_CORRUPT" if isinstance(error, sqlite3.Error) else ""  # which finds a text that is none
+    name = getattr(error, "sqlite_errorname", of_python)
     return next((remedy for start, remedy in _REMEDIES.items() if name.startswith(start)), "look at the file and its folder")
 
 

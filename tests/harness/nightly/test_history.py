@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import re
 import resource
 import shutil
 import signal
 import sqlite3
+import struct
 import subprocess
 import sys
 import time
@@ -217,12 +220,80 @@ def test_a_damaged_or_foreign_file_is_told_and_left_alone(history: History, kind
     assert history.path.read_bytes() == before
 
 
+def _with_nights(history: History) -> bytes:
+    for number in range(30):
+        history.add("m", [1.5 + number, 2.5], environment=HERE, night=f"2026-01-{number + 1:02}", revision="r")
+    history.accept("m", "2026-01-05", "meant")
+    return history.path.read_bytes()
+
+
+@pytest.mark.parametrize("written", [struct.pack(">d", 25.5), b"2026-01-24", b"meant", b"cpu"])
+def test_one_bit_of_a_row_is_told_by_whatever_opens_the_file(history: History, written: bytes) -> None:
+    data = bytearray(_with_nights(history))
+    assert written in data
+    data[data.rindex(written) + len(written) - 1] ^= 1
+    history.path.write_bytes(data)
+    with pytest.raises(HistoryError, match=f"{re.escape(str(history.path))}: is damaged"):
+        History(history.path)
+    with pytest.raises(HistoryError, match="is damaged"):
+        history.add("m", [1.0], environment=HERE, night="2026-02-01")
+    assert history.path.read_bytes() == data
+
+
+def test_any_bit_of_the_file_is_told_or_changes_nothing_that_is_read(history: History) -> None:
+    sound, rng = _with_nights(history), random.Random(0)
+    before, told = _all_of(history), 0
+    for _ in range(200):
+        data = bytearray(sound)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        history.path.write_bytes(data)
+        try:
+            assert _all_of(History(history.path)) == before
+        except HistoryError as error:
+            told += str(history.path) in str(error)
+    assert told > 20
+
+
+@pytest.mark.parametrize("has_seals", [True, False])
+def test_pages_that_a_disk_has_swapped_are_told(history: History, has_seals: bool) -> None:
+    _with_nights(history)
+    if not has_seals:
+        _without_seals(history.path)
+    sound = history.path.read_bytes()
+    pages = [sound[start : start + 4096] for start in range(0, len(sound), 4096)]
+    for first, second in itertools.combinations(range(len(pages)), 2):
+        swapped = list(pages)
+        swapped[first], swapped[second] = pages[second], pages[first]
+        history.path.write_bytes(b"".join(swapped))
+        with pytest.raises(HistoryError, match=re.escape(str(history.path))):
+            _all_of(History(history.path))
+
+
+def _without_seals(path: Path) -> None:
+    """As before version 3."""
+    with closing(sqlite3.connect(path)) as database:
+        database.executescript("DROP TABLE seals; PRAGMA user_version = 2; VACUUM")
+
+
+def test_a_file_from_before_seals_is_read_as_it_is_and_sealed_by_the_next_write(history: History) -> None:
+    _with_nights(history)
+    before = _all_of(history)
+    _without_seals(history.path)
+    old = history.path.read_bytes()
+    assert _all_of(History(history.path)) == before and history.path.read_bytes() == old
+    history.add("m", [25.25], environment=HERE, night="2026-02-01")
+    assert len(History(history.path).series("m")) == 31
+    history.path.write_bytes(history.path.read_bytes().replace(struct.pack(">d", 25.25), struct.pack(">d", 25.75)))
+    with pytest.raises(HistoryError, match="its rows are not those that were written"):
+        History(history.path)
+
+
 def test_a_file_of_version_1_is_brought_up_to_date_with_all_that_it_holds(history: History) -> None:
     history.add("a", [1.0, 2.0], environment=HERE, night="1")
     history.accept("a", "1", "meant")
     before = history.series("a"), history.acceptances("a")
     with closing(sqlite3.connect(history.path)) as database:
-        database.executescript("DROP TABLE cells; ALTER TABLE measurements DROP COLUMN kind; PRAGMA user_version = 1")
+        database.executescript("DROP TABLE cells; DROP TABLE seals; ALTER TABLE measurements DROP COLUMN kind; PRAGMA user_version = 1")
     again = History(history.path)
     assert (again.series("a"), again.acceptances("a"), again.cells()) == (*before, [])
     again.add("b", [0.0, 3.0], environment=HERE, night="1", kind="paired")
@@ -233,7 +304,7 @@ def test_a_later_version_is_refused(history: History) -> None:
     history.add("a", [1.0], environment=HERE, night="1")
     with closing(sqlite3.connect(history.path)) as database:
         database.execute("PRAGMA user_version = 7")
-    with pytest.raises(HistoryError, match="has version 7, and this harness reads up to 2"):
+    with pytest.raises(HistoryError, match="has version 7, and this harness reads up to 3"):
         History(history.path)
 
 
