@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -176,7 +177,7 @@ def _run_night(settings: NightSettings) -> Verdict:
 
 def _run_at(revision: str, config: NightlyConfig, night: str | None, progress: Progress) -> Night:
     """Run a night of a commit; logs and checkpoints lie beside those of the night itself."""
-    from harness.nightly.blame.measuring import config_at, variables_of
+    from harness.nightly.blame.measuring import config_at, lacking, variables_of
     from harness.nightly.blame.repository import Repository
     from harness.nightly.runner import Runner
 
@@ -186,7 +187,8 @@ def _run_at(revision: str, config: NightlyConfig, night: str | None, progress: P
     own.folder.mkdir(parents=True, exist_ok=True)
     with repository.tree(commit.revision, own.folder / "tree") as tree:
         placed, variables = config_at(own, repository, tree), variables_of(repository, tree)
-        return Runner(placed, night, progress, revision=commit.revision, variables=variables).run()
+        lacks = partial(lacking, repository, own.root, placed.root)
+        return Runner(placed, night, progress, revision=commit.revision, variables=variables, lacks=lacks).run()
 
 
 def _add(settings: AddSettings) -> Verdict:

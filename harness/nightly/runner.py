@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,6 +88,7 @@ class Runner:
         cells: Sequence[Cell] | None = None,
         revision: str | None = None,
         variables: Mapping[str, str] | None = None,
+        lacks: Callable[[Sequence[str]], str] | None = None,
     ) -> None:
         """Look at what is there.
 
@@ -98,6 +99,7 @@ class Runner:
             cells: that run; by default all.
             revision: of the code; by default the commit that `config.root` is at.
             variables: of the environment of the processes; by default those of this one.
+            lacks: says what a command that has failed cannot have found where it ran, as `blame.measuring.lacking`; by default nothing.
 
         Raises:
             UserInputError: the label is no text of one line.
@@ -107,7 +109,7 @@ class Runner:
         self.night = datetime.now(UTC).date().isoformat() if night is None else night
         check_text("night", self.night)
         self.revision = current_revision(config.root) if revision is None else revision
-        self._is_own_tree = revision is None
+        self._is_own_tree, self._lacks = revision is None, lacks
         self.history = History(config.history)
         self.environments = {device: current_environment(device) for device in config.devices}
 
@@ -162,10 +164,10 @@ class Runner:
         stem = self.config.folder / self.night / f"{cell.name.replace('/', '-').replace(':', '')}.{attempt}"
         log, result = stem.with_name(stem.name + ".log"), stem.with_name(stem.name + ".json")
         result.unlink(missing_ok=True)
-        memory = self.config.limits.memory_gib
+        memory, words = self.config.limits.memory_gib, self._command(cell, stem, result)
         try:
             ended = run_limited(
-                self._command(cell, stem, result),
+                words,
                 log,
                 seconds=self.config.limits.minutes * 60,
                 memory=None if memory is None else memory * _GIB,
@@ -175,6 +177,8 @@ class Runner:
         except HarnessError as error:
             return self._write(cell, attempt, CellOutcome.ERROR, str(error), None, {})
         outcome, summary, metrics = self._read(cell, ended, log, result)
+        if outcome is not CellOutcome.PASS and self._lacks is not None and (lack := self._lacks(words)):
+            outcome, summary, metrics = CellOutcome.ERROR, f"{lack}{summary}", {}
         if moved := self._moved():
             return self._write(cell, attempt, CellOutcome.ERROR, f"{moved}; {summary}", ended, {})
         if ended.strays:

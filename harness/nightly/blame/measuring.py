@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -134,7 +135,8 @@ class CellMeasure:
         except UserInputError as error:
             return Reading(None, CellOutcome.SKIPPED, str(error))
         needed = [self._needed] if self._needed is not None and not self.checkpoint(revision).exists() else []
-        night = Runner(config, name, cells=[*needed, self._cell], revision=revision, variables=variables_of(self._repository, tree)).run()
+        variables, lacks = variables_of(self._repository, tree), partial(lacking, self._repository, self._config.root, config.root)
+        night = Runner(config, name, cells=[*needed, self._cell], revision=revision, variables=variables, lacks=lacks).run()
         row = night.rows[-1]
         return Reading(_found(config.history, self.metric)[0], CellOutcome(row.outcome), row.summary)
 
@@ -172,17 +174,19 @@ class CommandMeasure:
         if measured is not None:
             return Reading(measured, CellOutcome.PASS, "measured before")
         folder.mkdir(parents=True, exist_ok=True)
+        words, cwd = self._cell.arguments({"history": str(history)}), self._repository.folder_at(Path.cwd(), tree)
         ended = run_limited(
-            self._cell.arguments({"history": str(history)}),
+            words,
             log,
             seconds=Limits().minutes * 60,
             memory=None,
-            cwd=self._repository.folder_at(Path.cwd(), tree),
+            cwd=cwd,
             environment=variables_of(self._repository, tree),
         )
         measured, missing = _found(history, self.metric)  # a test that fails has measured, too
         outcome = CellOutcome.ERROR if measured is None else CellOutcome.PASS
-        return Reading(measured, outcome, f"{missing}exit code {ended.code}; {last_line(log)}")
+        lack = lacking(self._repository, Path.cwd(), cwd, words) if measured is None else ""
+        return Reading(measured, outcome, f"{lack}{missing}exit code {ended.code}; {last_line(log)}")
 
 
 def _found(history: Path, metric: str) -> tuple[Measurement | None, str]:
@@ -226,10 +230,34 @@ def outside_of_commits(measured_by: NightlyConfig | str, repository: Repository)
             *((data.calibration, data.held_out) if data else ()),
         ]
         folder, words = measured_by.root, [*named, *(word for command in commands for word in shlex.split(command))]
-    paths = {folder / part for word in words for part in {word, word.partition("=")[2]} - {""}}
+    paths = {folder / part for part in _parts(words)}
     given = sorted(path for path in paths if os.access(path, os.R_OK) and not repository.holds(path))
     files = [file for path in given for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _parts(words: Iterable[str]) -> set[str]:
+    """Words, and what stands behind an equals sign in them: what may be paths."""
+    return {part for word in words for part in (word, word.partition("=")[2])} - {""}
+
+
+def lacking(repository: Repository, folder: Path, cwd: Path, words: Sequence[str]) -> str:
+    """Say what a command that has failed in the tree of a commit names and does not find there, since no commit holds it.
+
+    Args:
+        repository: of the commit.
+        folder: where the command runs in the user's tree.
+        cwd: where it ran.
+        words: the command.
+
+    Returns:
+        Words with a semicolon behind them; empty where it lacks nothing.
+    """
+    named = [part for part in sorted(_parts(words)) if not Path(part).is_absolute() and not os.access(cwd / part, os.F_OK)]
+    lacks = [part for part in named if os.access(folder / part, os.R_OK) and not repository.holds(folder / part)]
+    return (
+        f"the command names {lacks[0]}, which is here and in no commit, and so not where it ran: give its absolute path; " if lacks else ""
+    )
 
 
 def variables_of(repository: Repository, tree: Path) -> Mapping[str, str]:

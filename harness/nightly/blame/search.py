@@ -90,7 +90,9 @@ class Search:
         reading = self._measure.run(self._good.revision, self._good_tree, _name(self._bad, 1))
         is_good = reading.outcome is CellOutcome.PASS if self._measure.is_outcome else reading.measurement is not None
         if not is_good:
-            raise HarnessError(f"{self._good.revision[:12]}: the good commit gives {reading.outcome} here: {reading.note}; name another")
+            raise HarnessError(
+                f"{self._good.revision[:12]}: the good commit gives {reading.outcome} here: {reading.note}; mend that, or name another"
+            )
         bar.advance(note=f"{self._good.revision[:12]}: {reading.note}")
         return Step(self._good, "good", None, reading.note)
 

@@ -161,7 +161,7 @@ def test_a_commit_that_cannot_be_measured_is_passed_over(history_of_seconds: tup
     assert {one.revision for one in found.first_bad} == {commits[place] for place in (5, 6, 7)}
     assert found.verdict is Verdict.INCONCLUSIVE and "one of 3 commits that could not be told apart" in found.to_text()
     assert "does not build" in found.to_text()
-    with pytest.raises(HarnessError, match="the good commit gives error here: does not build; name another"):
+    with pytest.raises(HarnessError, match="the good commit gives error here: does not build; mend that, or name another"):
         search(history_of_seconds, Measured(broken=(commits[0],)))
 
 
@@ -419,6 +419,69 @@ def test_a_night_of_an_older_commit_bridges_two_environments(tmp_path: Path, cap
     assert (tmp_path / "nightly" / "1").is_dir() and (tmp_path / "nightly" / f"at-{first[:12]}" / "1").is_dir()
     assert main([*asked, "--at", "nothing"]) == 3
     assert "--at: 'nothing' is no commit of" in capsys.readouterr().err
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A repository whose last commit breaks a job; data of the job lie in no commit: ignored, behind a link that leads out, and outside."""
+    folder = tmp_path / "repository"
+    (tmp_path / "outside").mkdir()
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "link").symlink_to("../outside")
+    for path in (folder / "ignored", tmp_path / "outside" / "x"):
+        path.write_text("ok")
+    job = "import sys, pathlib; sys.exit(pathlib.Path(sys.argv[1]).read_text() != 'ok')"
+    commit(folder, "first", **{"job.py": job, ".gitignore": "ignored\nnightly*\nblame\n*.yaml"})
+    commit(folder, "second", **{"job.py": job.replace("!=", "==")})
+    return folder
+
+
+NAMED = ["ignored", "link/x", "../outside/x"]
+
+
+def _matrix(folder: Path, command: str) -> str:
+    (folder / "n.yaml").write_text(json.dumps({"models": {"m": "."}, "checks": [], "commands": {"job": command}}))
+    return str(folder / "n.yaml")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_file_of_a_command_that_no_commit_holds_is_named_and_no_regression(
+    beside: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = _matrix(beside, f"python job.py {name}")
+    told = f"the command names {name}, which is here and in no commit, and so not where it ran: give its absolute path; "
+    ends = ["--good", "HEAD~1", "--bad", "HEAD", "--quiet"]
+    assert main(["nightly", "blame", "job", "--config", config, *ends]) == 3
+    assert f"the good commit gives error here: {told}" in capsys.readouterr().err
+    main(["nightly", "run", config, "--at", "HEAD~1", "--night", "1", "--quiet"])
+    (row,) = History(beside / "nightly.sqlite").cells("1")
+    assert (row.outcome, row.summary.startswith(told)) == ("error", True)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_file_of_a_command_of_its_own_is_named_too(
+    beside: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(beside)
+    ends = ["--good", "HEAD~1", "--bad", "HEAD", "--quiet"]
+    assert main(["nightly", "blame", "m", "--command", f"python job.py {name} {{history}}", *ends]) == 3
+    assert f"the command names {name}, which is here and in no commit" in capsys.readouterr().err
+
+
+def test_what_the_file_says_by_its_absolute_path_blames_a_commit(beside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = _matrix(beside, f"python job.py {beside / 'ignored'}")
+    main(["nightly", "blame", "job", "--config", config, "--good", "HEAD~1", "--bad", "HEAD", "--quiet"])
+    assert f"answer      {git(beside, 'rev-parse', 'HEAD')[:12]}" in capsys.readouterr().out
+
+
+def test_a_failure_that_lacks_no_file_stays_a_regression_of_its_commit(beside: Path) -> None:
+    """What the command writes lies in its tree by then; and a word may be longer than any name of a file."""
+    (beside / "ignored").write_text("an earlier result")
+    code = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('')" + "; 1" * 200 + "; sys.exit(1)"
+    main(["nightly", "run", _matrix(beside, f'python -c "{code}" ignored'), "--at", "HEAD", "--night", "1", "--quiet"])
+    assert [row.outcome for row in History(beside / "nightly.sqlite").cells("1")] == ["regression"]
+    assert (beside / "ignored").read_text() == "an earlier result"
 
 
 @pytest.mark.parametrize(
