@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import date, datetime
 from io import BytesIO, StringIO
@@ -228,7 +229,9 @@ def _moment(row: Mapping[str, str]) -> str:
 
 
 def _read(name: str, text: str, read: Callable[[str], T]) -> T:
-    try:
-        return read(text)
-    except ValueError:
-        raise ValueError(f"{name} {text!r} is not what export writes there") from None
+    """Python reads more than it writes: `1_0` is 10, and so are digits of other scripts."""
+    with suppress(ValueError):
+        found = read(text)
+        if not isinstance(found, float | int) or repr(found) == text:
+            return found
+    raise ValueError(f"{name} {text!r} is not what export writes there")
