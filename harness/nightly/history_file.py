@@ -31,6 +31,7 @@ _TABLES = {
     "summary TEXT NOT NULL, made TEXT NOT NULL)",
     "seals": "(id INTEGER PRIMARY KEY, digest TEXT NOT NULL)",
 }
+_AT_ONCE = 1000  # rows that go into a digest together, which takes three quarters of the time; a part of the format
 _INDEX = "CREATE INDEX measurements_by_metric ON measurements (metric, environment, night)"
 
 
@@ -131,8 +132,9 @@ def _damage(database: sqlite3.Connection, schema: int) -> str:
 def _digest(database: sqlite3.Connection) -> str:
     digest = hashlib.sha256()
     for query in ("SELECT type, name, sql FROM sqlite_master ORDER BY name", *(_all_of(name) for name in _TABLES if name != "seals")):
-        for row in database.execute(query):
-            digest.update(repr(row).encode())
+        rows = database.execute(query)
+        while some := rows.fetchmany(_AT_ONCE):
+            digest.update(repr(some).encode())
     return digest.hexdigest()
 
 
