@@ -30,7 +30,7 @@ class CheckSettings(Settings):
     as_json: Annotated[Flag, Option("--json", group="shown")] = False
     """Print JSON instead of the tables."""
     junit: Annotated[Flag, Option(group="shown")] = False
-    """Print JUnit documents instead of the tables."""
+    """Print a JUnit document instead of the tables."""
 
 
 def run(settings: CheckSettings) -> Verdict:
@@ -49,6 +49,7 @@ def run(settings: CheckSettings) -> Verdict:
     from compressor.json_text import to_json
     from compressor.object_reference import own_names, resolve
     from harness.checks.run import check
+    from harness.reporting.junit import suites_to_junit
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
     found = resolve(settings.subject, "subject", names=own_names, files=True).value
@@ -67,9 +68,10 @@ def run(settings: CheckSettings) -> Verdict:
         reports.append(check(one, checks=checks, expected_failures=expected, profile=settings.profile, draws=not settings.no_draws))
     if settings.as_json:
         print(to_json([report.to_dict() for report in reports]), end="")
+    elif settings.junit:
+        print(suites_to_junit((report.subject, report.records) for report in reports), end="")
     else:
-        for report in reports:
-            print(report.to_junit() if settings.junit else report.to_text(), end="")
+        print(*(report.to_text() for report in reports), sep="", end="")
     return worst(report.verdict for report in reports)
 
 

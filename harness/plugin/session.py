@@ -141,7 +141,7 @@ class GoldenSession:
         self.outcomes: list[dict[str, Any]] = []
         self.failed_tests: set[str] = set()
         self.written: list[str] = []
-        self.refused: list[str] = []
+        self.refused: dict[str, str] = {}  # why, and a test that asked for it; empty where it was none
         self.usage = Usage(config)
 
     @pytest.hookimpl(wrapper=True)
@@ -183,6 +183,7 @@ class GoldenSession:
         """Take over what a worker process of pytest-xdist counted."""
         self.usage.saw_worker_end(getattr(node, "workeroutput", {}), error)
 
+    @pytest.hookimpl(tryfirst=True)  # before JUnit is written
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write what the checks want, once, and remember which goldens were used."""
         if self.is_worker:
@@ -197,6 +198,15 @@ class GoldenSession:
             is_complete = self.usage.save(session, exitstatus, self.outcomes)
             if is_complete:
                 self._drop_stale_candidates()
+        if setting(self.config, "update"):
+            self._report_refused()
+
+    def _report_refused(self) -> None:
+        """Show what could not be written to whoever reads reports, as JUnit does: the tests had passed by then, and the run has not."""
+        for text, test in self.refused.items():
+            if test not in self.failed_tests:
+                report = pytest.TestReport(test or "goldens", (test.partition("::")[0], None, test), {}, "failed", text, "teardown")
+                self.config.hook.pytest_runtest_logreport(report=report)
 
     def _drop_stale_candidates(self) -> None:
         """After a complete run, forget what tests left that no longer exist or no longer ask for that golden."""
@@ -209,7 +219,7 @@ class GoldenSession:
                 if (candidate.name, candidate.test) not in asked and candidate.test not in self.usage.unknown_tests:
                     folder.drop(candidate.name, candidate.test)
         except GoldenError as error:
-            self.refused.append(str(error))
+            self.usage.trouble.append(str(error))
 
     @property
     def _root(self) -> Path:
@@ -225,7 +235,7 @@ class GoldenSession:
             reason, variant = setting(self.config, "reason"), bool(setting(self.config, "variant"))
             done = accept(self._root, candidates, reason=reason, add_variant=variant) if candidates else None
         except GoldenError as error:
-            self.refused.append(str(error))
+            self.refused[str(error)] = ""
             return
         self.written += done.written if done else ()
         folder = CandidateFolder(folder_setting(self.config, "cache_dir") / "golden")
@@ -247,11 +257,13 @@ class GoldenSession:
             if not writing:
                 continue
             if len(tests) > 1:
-                self.refused.append(f"golden {name!r}: is written by {' and by '.join(tests)}; it was not written; give each its own name")
+                text = f"golden {name!r}: is written by {' and by '.join(tests)}; it was not written; give each its own name"
+                self.refused[text] = tests[-1]
             elif failed:
-                self.refused.append(f"golden {name!r}: was not written, because {failed[0]} failed; make it pass first")
+                self.refused[f"golden {name!r}: was not written, because {failed[0]} failed; make it pass first"] = failed[0]
             elif len({_content(outcome) for outcome in writing}) > 1:
-                self.refused.append(f"stored inputs {name!r}: differ from test to test; they were not written; make them depend on a seed")
+                text = f"stored inputs {name!r}: differ from test to test; they were not written; make them depend on a seed"
+                self.refused[text] = writing[-1]["test"]
             else:
                 wanted[name] = writing[-1]
         return wanted
@@ -265,7 +277,7 @@ class GoldenSession:
             if any(outcome["candidate"] for outcome in outcomes):
                 names.setdefault(relative_path(name), []).append(name)
         for shared in names.values():
-            self.refused += [str(same_file(name, other)) for name, other in itertools.pairwise(shared)]
+            self.refused |= {str(same_file(name, other)): claims[other][-1]["test"] for name, other in itertools.pairwise(shared)}
         return {name: claims[name] for shared in names.values() if len(shared) == 1 for name in shared}
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 
 from harness.reporting.record import CheckRecord
@@ -20,6 +20,26 @@ def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
     Returns:
         The XML text; without times, so that equal records give equal bytes.
     """
+    return suites_to_junit([(suite, records)])
+
+
+def suites_to_junit(suites: Iterable[tuple[str, Sequence[CheckRecord]]]) -> str:
+    """Return several suites as one JUnit document.
+
+    Args:
+        suites: name and records of each, as `to_junit` takes them.
+
+    Returns:
+        The XML text.
+    """
+    root = ElementTree.Element("testsuites")
+    for name, records in suites:
+        _add_suite(root, name, records)
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _add_suite(root: ElementTree.Element, suite: str, records: Sequence[CheckRecord]) -> None:
     count = {outcome: str(sum(record.outcome is outcome for record in records)) for outcome in Outcome}
     attributes = {
         "name": _printable(suite),
@@ -28,7 +48,6 @@ def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
         "errors": count[Outcome.INCONCLUSIVE],
         "skipped": count[Outcome.SKIP],
     }
-    root = ElementTree.Element("testsuites")
     parent = ElementTree.SubElement(root, "testsuite", attributes)
     tags = {Outcome.FAIL: "failure", Outcome.INCONCLUSIVE: "error", Outcome.SKIP: "skipped"}
     for record in records:
@@ -38,8 +57,6 @@ def to_junit(records: Sequence[CheckRecord], suite: str) -> str:
             if record.outcome is not Outcome.SKIP:
                 result.set("type", record.outcome.value)
             result.text = _printable("\n".join([f"limit: {record.limit}" if record.limit else record.title, *record.findings]))
-    ElementTree.indent(root)
-    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
 def _printable(text: str) -> str:

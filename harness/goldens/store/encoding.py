@@ -48,7 +48,9 @@ def as_tensors(name: str, given: Any) -> dict[str, Tensor]:
     if not named:
         raise GoldenError(f"golden {name!r}: no tensors were given, and a golden of nothing checks nothing; give one or more")
     for key in named:
-        if not isinstance(key, str) or not key.isprintable() or key in ("", _RESERVED):
+        if key == _RESERVED:
+            raise GoldenError(f"golden {name!r}: {key!r} is where a file of safetensors has its metadata; give the tensor another name")
+        if not isinstance(key, str) or not key.isprintable() or not key:
             raise GoldenError(f"golden {name!r}: {key!r} is no name for a tensor; give a printable text")
     return {key: _as_tensor(f"golden {name!r}, tensor {key!r}", named[key]) for key in sorted(named)}
 

@@ -115,6 +115,9 @@ def test_junit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "users_quantizer:BAD", "--check", "quantizer.ties", "--no-draws", "--junit"]) == 1
     suite = ElementTree.fromstring(capsys.readouterr().out)[0]
     assert suite.get("failures") == "1"
+    assert main(["check", "users_quantizer:BOTH", "--check", "quantizer.ties", "--no-draws", "--junit"]) == 1
+    suites = ElementTree.fromstring(capsys.readouterr().out)  # one document
+    assert [(suite.tag, suite.get("failures")) for suite in suites] == [("testsuite", "0"), ("testsuite", "1")]
 
 
 @pytest.mark.parametrize(

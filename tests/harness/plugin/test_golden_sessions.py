@@ -171,8 +171,11 @@ def test_tests_whose_goldens_would_have_one_file_are_told_and_neither_is_written
     tests = TWO.format(factor="2").replace('"same"', '"n/W4A16"', 1).replace('"same"', '"n/w4a16"')
     project.tests(test_it=tests)
     run = partial(project.run_apart, f"-n{workers}", "--dist=load") if workers != "0" else project.run
-    result = run("--golden-update=new")
+    result = run("--golden-update=new", "--junitxml=junit.xml")
     assert result.ret == 1
+    suite = ElementTree.parse(project.path / "junit.xml").getroot()[0]
+    told = suite.findall("testcase/error")
+    assert (suite.get("errors"), len(told), "is that of golden" in str(told[0].text)) == ("1", 1, True)
     result.stdout.fnmatch_lines(
         ["golden 'n/[Ww]4[Aa]16': its file n/w4a16.safetensors is that of golden 'n/[Ww]4[Aa]16' too, and is not written*"]
     )

@@ -248,7 +248,7 @@ def test_stored_inputs_are_made_once_and_then_read(shelf) -> None:
     [
         ({}, "no tensors were given"),
         ({"": torch.ones(1)}, "is no name"),
-        ({"__metadata__": torch.ones(1)}, "is no name"),
+        ({"__metadata__": torch.ones(1)}, "is where a file of safetensors has its metadata; give the tensor another name"),
         ({"a": 3.0}, "float is no tensor"),
         ({"a": [1, 2]}, "list is no tensor"),
         ({"a": torch.ones(2, 2).to_sparse()}, "sparse"),
