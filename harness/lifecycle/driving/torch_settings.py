@@ -50,6 +50,13 @@ def _checks_of_distributions() -> bool:
     return Distribution._validate_args or (dynamo is not None and dynamo.TorchPatcher.patch.cache_info().currsize > 0)
 
 
+def _profiling_executor() -> bool:
+    """Which torch tells only to whoever sets it."""
+    held: bool = torch._C._jit_set_profiling_executor(True)
+    torch._C._jit_set_profiling_executor(held)
+    return held
+
+
 _cuda, _future, _processes, _files = torch.backends.cuda, torch.__future__, torch.multiprocessing, torch.serialization
 TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
     {
@@ -86,6 +93,9 @@ TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = M
         "sharing between processes": (_processes.get_sharing_strategy, _processes.set_sharing_strategy),
         "what torch.load takes for safe": (_safe_globals, _set_safe_globals),
         "mapping of torch.load": (_files.get_default_mmap_options, _files.set_default_mmap_options),
+        "byte order of torch.load": (_files.get_default_load_endianness, _files.set_default_load_endianness),
+        "checksums of torch.save": (_files.get_crc32_options, _files.set_crc32_options),
+        "profiling executor of torch.jit": (_profiling_executor, torch._C._jit_set_profiling_executor),
     }
 )
 

@@ -37,6 +37,8 @@ OTHERS: dict[str, Any] = {
     "longest integers as text": 5000,
     "logging": 17,
     "logging.disable": 17,
+    "logging.raiseExceptions": lambda value: not value,
+    "class of loggers": lambda value: type("Logger", (value,), {}),
     "handlers of the root logger": lambda value: [*value, logging.NullHandler()],
     "umask": 0o077,
     "locale": lambda value: "C" if value != "C" else "C.UTF-8",

@@ -23,6 +23,7 @@ OTHERS: dict[str, Any] = {
     "sharing between processes": "file_system",
     "what torch.load takes for safe": [io.StringIO],
     "mapping of torch.load": 1,
+    "byte order of torch.load": torch.serialization.LoadEndianness.BIG,
     "torch.backends.opt_einsum.enabled": None,
     "torch.backends.opt_einsum.strategy": None,
 }
