@@ -534,7 +534,7 @@ def test_a_wrong_row_is_named_and_nothing_is_added(history: History, tmp_path: P
     assert other.metrics() == []
 
 
-def test_a_year_of_fifty_metrics_answers_in_under_a_second(history: History) -> None:
+def test_a_year_of_fifty_metrics_answers_in_two_seconds(history: History) -> None:
     history.add("metric 0", [1.0], environment=HERE, night="2000-01-01")
     nights = [(date(2026, 1, 1) + timedelta(night)).isoformat() for night in range(365)]
     with closing(sqlite3.connect(history.path)) as database, database:
@@ -550,7 +550,7 @@ def test_a_year_of_fifty_metrics_answers_in_under_a_second(history: History) -> 
     again = History(history.path)
     found = judge(again.series("metric 7"))
     assert (found.num_nights, found.verdict, len(again.nights())) == (365, Verdict.PASS, 366)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < 2.0
 
 
 @pytest.mark.parametrize("night", ["2026-2-5", "2026-13-45", "2026-01-45.2"])
