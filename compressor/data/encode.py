@@ -160,9 +160,13 @@ def max_positions(model: nn.Module) -> int | None:
         model: not modified.
 
     Returns:
-        What its config says; None where there is no limit, which some configs write as -1.
+        What its config says; None where there is no limit, written as -1 or as frequencies that follow the length.
     """
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config = getattr(model, "config", None)
+    limit, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
+    kinds = [rope, *rope.values()] if isinstance(rope, dict) else []  # of all layers, or of each type of layer
+    if any(isinstance(kind, dict) and kind.get("rope_type") == "dynamic" for kind in kinds):
+        return None
     return limit if isinstance(limit, int) and limit > 0 else None
 
 

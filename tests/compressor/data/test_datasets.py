@@ -17,7 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from compressor.data import CalibrationData, input_columns, load_dataset_source
+from compressor.data.encode import max_positions
 from compressor.errors import DatasetError
+from tests import tiny
 
 TEXTS = ["the cat sat", "the dog", "a cat and a dog sat", "mat"]
 
@@ -349,3 +351,16 @@ def test_a_number_among_the_tensors_of_a_batch_does_not_count_samples(first: str
     batch = {first: batch[first], **batch}
     data = load_dataset_source(DataLoader([batch], batch_size=None))
     assert (data.num_samples, data.num_tokens) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("rope", "taken"),
+    [
+        ({"rope_type": "default"}, 16),
+        ({"rope_type": "dynamic", "factor": 4.0}, 24),
+    ],
+)
+def test_frequencies_that_follow_the_length_are_no_limit(rope: dict[str, Any], taken: int) -> None:
+    model = tiny.llama(max_position_embeddings=16, rope_parameters={"rope_theta": 10_000.0, **rope})
+    limit = max_positions(model)
+    assert load_dataset_source(torch.ones(3, 24, dtype=torch.long), max_positions=limit).num_tokens == 3 * taken
