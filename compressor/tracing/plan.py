@@ -166,14 +166,14 @@ class Plan:
             may_wait: where much would be live behind a stage, batches run through it with the next one; but for the suspend engine.
 
         Returns:
-            The stages, one after another.
+            The stages.
 
         Raises:
             TracingError: the engine that was asked for cannot follow these batches.
         """
         batches = as_batches(batches)
-        keeping = hooked(self.model, self._own_hooks) if watched is None else keeping
-        watched = watched or (lambda: hooked(self.model))
+        if watched is None:
+            watched, keeping = lambda: hooked(self.model), hooked(self.model, self._own_hooks)
         self._notice_changes()
 
         def decide() -> tuple[list[Variant] | None, tuple[Trail, ...]]:
