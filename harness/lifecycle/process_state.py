@@ -197,7 +197,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_autocast, _set_autocast),
     (_anomaly, lambda value: torch.set_anomaly_enabled(*value)),
     (lambda: dict(vars(torch._tensor_str.PRINT_OPTS)), lambda value: vars(torch._tensor_str.PRINT_OPTS).update(value)),
-    (lambda: bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0), torch.set_flush_denormal),
+    (lambda: bool(torch.tensor(1e-320, dtype=torch.float64, device="cpu") * 1 == 0), torch.set_flush_denormal),
     *TORCH_SETTINGS.values(),
     *PYTHON_SETTINGS.values(),
 )

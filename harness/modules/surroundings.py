@@ -6,7 +6,7 @@ import torch
 
 from compressor.random_state import random_numbers_kept
 from harness.lifecycle.driving.oracle_run import list_differences
-from harness.lifecycle.driving.snapshot import Snapshot
+from harness.lifecycle.driving.snapshot import Difference, Snapshot
 from harness.lifecycle.driving.torch_settings import modes_aside
 from harness.lifecycle.process_state import settings_kept
 from harness.modules.subject import ModuleCheck, Subject, collect, untouched
@@ -17,7 +17,7 @@ _check = collect(CHECKS)
 _KINDS = ("torch", "process", "class", "hooks", "training", "requires_grad", "grad")
 """What no forward changes. It may write to buffers, as statistics and caches are, and keep what it likes beside them."""
 # Gradients are on, and the mode: None for that in which the module was given.
-_WAYS = ((True, None), (False, None), (True, True), (False, False))
+_WAYS = tuple((gradients, mode) for mode in (None, True, False) for gradients in (True, False))
 
 
 @_check("module.surroundings")
@@ -28,17 +28,15 @@ def _surroundings(subject: Subject) -> list[str]:
     for with_gradients, mode in _WAYS:
         how = f"a forward {'with' if with_gradients else 'without'} gradients" + ("" if mode is None else f" in training={mode}")
         with torch.set_grad_enabled(with_gradients), untouched(subject.module), settings_kept():
-            if mode is not None and not _takes(subject, mode):
-                continue
-            changes = _changes(subject)
+            if mode is not None:
+                subject.module.train(mode)
+            changes = _changes(subject, may_refuse=mode is not None)
         findings += [f"{how} {what}" for what in changes if mode is None or what not in told]
         told.update(changes)
-    if _reseeds(subject):
-        findings.append("a forward seeds torch's generator, so that whatever draws after it draws the same numbers every time")
     return findings
 
 
-def _changes(subject: Subject) -> list[str]:
+def _changes(subject: Subject, may_refuse: bool) -> list[str]:
     """What a forward changes, in words; an embedding may cut the norms of its weight, if it has a max_norm."""
     parameters = dict(subject.module.named_parameters(remove_duplicate=False))
     for parameter in parameters.values():
@@ -46,11 +44,11 @@ def _changes(subject: Subject) -> list[str]:
             parameter.grad = torch.ones_like(parameter)
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     cut = {f"{name}.weight".lstrip(".") for name, part in subject.module.named_modules() if getattr(part, "max_norm", None) is not None}
-    begin, process = Snapshot(subject.module), Snapshot.of_process()
-    subject.call()
+    with settings_kept():
+        kept = _kept_changes(subject, may_refuse)
+    if kept is None:
+        return []
     now = dict(subject.module.named_parameters(remove_duplicate=False))
-    found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
-    kept = [one for one in found if one.kind in _KINDS]
     others = [name for name, parameter in parameters.items() if now.get(name) is not parameter]
     with modes_aside():  # those that the forward has left on are told
         written = [
@@ -60,19 +58,21 @@ def _changes(subject: Subject) -> list[str]:
         *([f"changed {list_differences(kept)}"] if kept else []),
         *([f"put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []),
         *([f"changed the values of parameters: {', '.join(written[:5])}"] if written else []),
+        *(["seeds torch's generator, so that whatever draws after it draws the same numbers every time"] if _reseeds(subject) else []),
     ]
 
 
-def _takes(subject: Subject, mode: bool) -> bool:
-    """Whether the module runs in a mode, into which it is put; one for inference alone may refuse to train."""
+def _kept_changes(subject: Subject, may_refuse: bool) -> list[Difference] | None:
+    """What is not as it was after the first forward in a mode, of what is to stay; None for a module that does not run in it."""
+    begin, process = Snapshot(subject.module), Snapshot.of_process()
     try:
-        with untouched(subject.module):
-            subject.module.train(mode)
-            subject.call()
-    except Exception:  # noqa: BLE001 - the module may refuse with any class
-        return False
-    subject.module.train(mode)
-    return True
+        subject.call()
+    except Exception:  # one for inference alone may refuse to train, with any class
+        if may_refuse:
+            return None
+        raise
+    found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
+    return [one for one in found if one.kind in _KINDS]
 
 
 def _reseeds(subject: Subject) -> bool:

@@ -406,7 +406,7 @@ def _settings_of_process() -> Iterator[tuple[str, object]]:
     yield "warnings", WarningFilters()
     yield "torch's print options", freeze(vars(torch._tensor_str.PRINT_OPTS))
     with modes_aside():
-        yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64) * 1 == 0)
+        yield "denormal numbers", bool(torch.tensor(1e-320, dtype=torch.float64, device="cpu") * 1 == 0)
     yield from ((name, read()) for name, (read, _) in TORCH_SETTINGS.items())
     yield from ((name, _setting(read())) for name, (read, _) in PYTHON_SETTINGS.items())
 

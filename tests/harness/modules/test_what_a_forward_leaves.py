@@ -58,6 +58,26 @@ def test_it_is_told_in_either_mode(name: str, training: bool) -> None:
     assert layer.training is training and torch.equal(layer.inner.weight.grad, torch.ones(FEATURES, FEATURES))
 
 
+SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
+    "dtype": (lambda: torch.set_default_dtype(torch.float64), "changed default dtype: torch changed: torch.float32 -> torch.float64"),
+    "device": (lambda: torch.set_default_device("meta"), "changed default device: torch changed: 'cpu' -> 'meta'"),
+    "precision": (lambda: torch.set_float32_matmul_precision("medium"), "changed float32 precision"),
+    "seed": (lambda: torch.manual_seed(3), "seeds torch's generator"),
+}
+
+
+@pytest.mark.parametrize("given_training", [True, False])
+@pytest.mark.parametrize(("training", "gradients"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_is_told_that_stays_in_one_mode_alone(name: str, training: bool, gradients: bool, given_training: bool) -> None:
+    act, says = SETTINGS[name]
+    layer = Acts(lambda layer: act() if (layer.training, torch.is_grad_enabled()) == (training, gradients) else None)
+    report = verify_module(layer.train(given_training), inputs_of())
+    told = {record.name: record.findings for record in report.records if record.outcome is Outcome.FAIL}
+    where = f"a forward {'with' if gradients else 'without'} gradients{'' if training is given_training else f' in training={training}'} "
+    assert any(line.startswith(where + says) for line in told.get("module.surroundings", ())), report.to_text()
+
+
 def test_an_output_that_follows_the_number_of_calls_is_called_so() -> None:
     report = verify_module(Acts(counts), inputs_of())
     assert set(report.failed) == {"module.deepcopy", "module.state_dict_round_trip"}
