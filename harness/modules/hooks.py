@@ -37,7 +37,7 @@ def _forward_hook_order(subject: Subject) -> list[str]:
 @_check("module.backward_hooks")
 def _backward_hooks(subject: Subject) -> list[str]:
     """Full backward pre-hooks run before full backward hooks, each kind in order, and each may replace the gradients that it is given."""
-    places, args = _differentiable(subject)
+    places, args, ends = _differentiable(subject)
     leaves = [args[place] for place in places]
     log: list[str] = []
     seen: list[Tensor] = []
@@ -59,8 +59,7 @@ def _backward_hooks(subject: Subject) -> list[str]:
         hooks.own("full_backward_pre", _note(log, "pre-hook 2"))
         hooks.own("full_backward", replace_input)
         hooks.own("full_backward", _note(log, "hook 2"))
-        outputs = _outputs_with_gradient(subject, args)
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs], inputs=leaves)
+        _send_ones_back(_outputs_with_gradient(subject, args), ends)
     findings = _difference(log, ["pre-hook 1", "pre-hook 2", "hook 1", "hook 2"])
     if not findings and not all(bool((grad == 0.5).all()) for grad in seen):
         findings.append("the gradient that the pre-hook returned did not reach the backward hook")
@@ -210,23 +209,36 @@ def _same(first: Any, second: Any) -> bool:
     return tree == other_tree and all(leaf is other for leaf, other in zip(leaves, other_leaves, strict=True))
 
 
-def _differentiable(subject: Subject) -> tuple[list[int], tuple[Any, ...]]:
-    """Clone the inputs; those at the returned places carry gradients, and the output sends them some. Hooks see no nested ones."""
+def _differentiable(subject: Subject) -> tuple[list[int], tuple[Any, ...], list[Tensor] | None]:
+    """Clone the inputs; those at the returned places carry gradients, and the output sends them some. Hooks see no nested ones.
+
+    The last value says where a backward ends: at them, so that no hook on a parameter runs, for it may be an optimizer; or at every leaf
+    (None), where the module takes nothing less, as reentrant checkpointing does.
+    """
     args = tuple(arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in subject.in_order())
     places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point()]
-    for place in places:
-        args[place].requires_grad_()
-    if not places:
+    leaves = [args[place].requires_grad_() for place in places]
+    if not leaves:
         raise NotApplicableError("no input can carry a gradient")
     if _writes_to_inputs(subject):
         raise NotApplicableError("a forward changes its input in place, where torch runs no full backward hooks")
+    ends: list[Tensor] | None = leaves
     with untouched(subject.module), torch.enable_grad():
-        outputs = _outputs_with_gradient(subject, args)
-        ones = [torch.ones_like(output) for output in outputs]
-        gradients = torch.autograd.grad(outputs, [args[place] for place in places], ones, allow_unused=True) if outputs else ()
-    if all(gradient is None for gradient in gradients):
+        try:
+            _send_ones_back(_outputs_with_gradient(subject, args), ends)
+        except RuntimeError:
+            ends = None
+            _send_ones_back(_outputs_with_gradient(subject, args), ends)
+    if all(leaf.grad is None for leaf in leaves):
         raise NotApplicableError("no gradient goes from an output to an input")
-    return places, args
+    for leaf in leaves:
+        leaf.grad = None
+    return places, args, ends
+
+
+def _send_ones_back(outputs: list[Tensor], ends: list[Tensor] | None) -> None:
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs], inputs=ends)
 
 
 def _writes_to_inputs(subject: Subject) -> bool:

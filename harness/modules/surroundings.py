@@ -65,6 +65,7 @@ def _changes(subject: Subject, may_refuse: bool) -> list[str]:
 def _kept_changes(subject: Subject, may_refuse: bool) -> list[Difference] | None:
     """What is not as it was after the first forward in a mode, of what is to stay; None for a module that does not run in it."""
     begin, process = Snapshot(subject.module), Snapshot.of_process()
+    buffers = _buffers(subject)
     try:
         subject.call()
     except Exception:  # one for inference alone may refuse to train, with any class
@@ -72,7 +73,14 @@ def _kept_changes(subject: Subject, may_refuse: bool) -> list[Difference] | None
             return None
         raise
     found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
-    return [one for one in found if one.kind in _KINDS]
+    now = _buffers(subject)
+    came_or_went = {name for name in buffers.keys() ^ now.keys() if not {**buffers, **now}[name]}
+    return [one for one in found if one.kind in _KINDS and not (one.kind in ("requires_grad", "grad") and one.where in came_or_went)]
+
+
+def _buffers(subject: Subject) -> dict[str, bool]:
+    """Names of the buffers that hold a tensor, and whether it keeps a graph."""
+    return {name: buffer.requires_grad for name, buffer in subject.module.named_buffers(remove_duplicate=False)}
 
 
 def _reseeds(subject: Subject) -> bool:

@@ -105,3 +105,26 @@ def refuses_to_train(layer: Acts) -> None:
 def test_what_layers_may_do_passes(module: nn.Module, x: Tensor) -> None:
     report = verify_module(module, x)
     assert report.passed, report.to_text()
+
+
+class Caches(nn.Module):
+    """A layer that keeps its last output in a buffer, or drops what was there."""
+
+    def __init__(self, cache: Tensor | None, keep: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.inner, self.keep = nn.Linear(FEATURES, FEATURES), keep
+        self.register_buffer("cache", cache, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.inner(input)
+        self.cache = self.keep(output)
+        return output
+
+
+@pytest.mark.parametrize("cache", [None, torch.zeros(1)], ids=["none before", "one before"])
+def test_a_buffer_may_come_and_go_and_one_that_keeps_a_graph_is_told(cache: Tensor | None) -> None:
+    for keep in (Tensor.detach, lambda output: None):
+        report = verify_module(Caches(cache, keep), inputs_of())
+        assert report.passed, report.to_text()
+    report = verify_module(Caches(cache, lambda output: output), inputs_of())
+    assert report.failed == ("module.surroundings",) and "cache: requires_grad" in report.to_text(), report.to_text()
