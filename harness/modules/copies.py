@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from harness.modules.subject import PROBE, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 from harness.modules.tensors import FLOATS, all_tensors, known_tensors, overwrite, same_bits, share_memory
@@ -51,7 +54,8 @@ def _to_dtype(subject: Subject) -> list[str]:
     """`to(dtype)` converts floating-point parameters and buffers and no others, returns the module, and it runs in that dtype.
 
     Complex numbers may stay, or become real, as torch makes them. 8-bit floats are codes rather than numbers to compute with: they may
-    stay or be converted. So may what a module names in `kept_dtypes`: buffers whose dtype is part of a file format.
+    stay or be converted. So may what a module names in `kept_dtypes`: buffers whose dtype is part of a file format. What torch's functions
+    do not take is torch's own limit.
     """
     module = subject.module
     known = [*known_tensors(module).values(), *(leaf for leaf in tree_leaves(subject.given) if isinstance(leaf, Tensor))]
@@ -69,12 +73,56 @@ def _to_dtype(subject: Subject) -> list[str]:
             allowed |= {before[name]} if name in kept else set()
             findings += [] if tensor.dtype in allowed else [f"{name} went from {before[name]} to {tensor.dtype} where {new} was asked for"]
 
-        def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(new) if tensor.is_floating_point() else tensor
-
         if not findings:
-            run(module, *tree_map_only(Tensor, convert, subject.inputs()))
+            _run_in(new, old or torch.float32, subject)
     return findings
+
+
+class _LimitsOfTorch(TorchFunctionMode):
+    """Notes which functions of torch do not take a dtype: they raise where all numbers are of it, and do not with the same in another."""
+
+    def __init__(self, new: torch.dtype, old: torch.dtype) -> None:
+        """Nothing has raised."""
+        super().__init__()
+        self.new, self.old, self.found = new, old, ""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function, and try it in the other dtype where it raises."""
+        try:
+            return func(*args, **(kwargs or {}))
+        except (RuntimeError, TypeError) as error:
+            given = tree_map(self._in_old, (args, kwargs or {}))
+            dtypes = {leaf.dtype for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
+            if dtypes <= {self.new} and _is_taken(func, *given):
+                self.found = self.found or f"torch's {getattr(func, '__name__', func)} does not take {self.new}: {error}"
+            raise
+
+    def _in_old(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(self.old) if leaf.dtype == self.new else leaf
+        return self.old if leaf is self.new else leaf
+
+
+def _is_taken(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        func(*args, **kwargs)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _run_in(new: torch.dtype, old: torch.dtype, subject: Subject) -> None:
+    """Call the module, which has been converted, on inputs that have been, too."""
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(new) if tensor.is_floating_point() else tensor, subject.inputs())
+    with _LimitsOfTorch(new, old) as limits:
+        try:
+            run(subject.module, *inputs)
+        except (RuntimeError, TypeError) as error:
+            if limits.found:
+                raise NotApplicableError(limits.found) from error
+            raise
 
 
 @_check("module.to_device")

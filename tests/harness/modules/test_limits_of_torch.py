@@ -63,3 +63,47 @@ def test_hooks_on_parameters_which_may_be_an_optimizer_do_not_run() -> None:
         parameter.register_post_accumulate_grad_hook(steps.append)
     assert record_of("module.backward_hooks", module).outcome is Outcome.PASS
     assert not steps
+
+
+NOT_IN_BFLOAT16: dict[str, Callable[[Tensor], Any]] = {
+    "rfft": lambda y: torch.fft.rfft(y).abs(),
+    "inv": torch.linalg.inv,
+    "cholesky": lambda y: torch.linalg.cholesky(y @ y.T + torch.eye(FEATURES, dtype=y.dtype, device=y.device)),
+    "cdist": lambda y: torch.cdist(y, y),
+    "view_as_complex": lambda y: torch.view_as_complex(y.reshape(FEATURES, 2, 2)).abs(),
+    "numpy": lambda y: y + float(y.detach().cpu().numpy().sum()),
+}
+
+
+@pytest.mark.parametrize("name", NOT_IN_BFLOAT16)
+def test_a_function_that_torch_has_not_in_bfloat16_is_skipped_by_its_name(name: str) -> None:
+    record = record_of("module.to_dtype", Applies(NOT_IN_BFLOAT16[name]))
+    assert record.outcome is Outcome.SKIP
+    assert name in record.summary and "does not take torch.bfloat16" in record.summary, record.summary
+
+
+def falls_back(y: Tensor) -> Tensor:
+    try:
+        return torch.linalg.inv(y)
+    except RuntimeError:
+        return torch.linalg.inv(y.to(torch.float32)).to(y.dtype)
+
+
+def refuses_bfloat16(y: Tensor) -> Tensor:
+    if y.dtype == torch.bfloat16:
+        raise RuntimeError("no bfloat16 here")
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "outcome"),
+    [
+        (falls_back, Outcome.PASS),
+        (refuses_bfloat16, Outcome.FAIL),
+        (lambda y: y @ torch.eye(FEATURES, device=y.device), Outcome.FAIL),  # float32, whatever it is given
+        (lambda y: y.reshape(FEATURES, -1) @ y.reshape(2 if y.dtype == torch.bfloat16 else FEATURES, -1), Outcome.FAIL),
+    ],
+    ids=["falls back", "refuses", "float32 beside it", "wrong in every dtype"],
+)
+def test_what_the_module_does_about_bfloat16_is_its_own(function: Callable[[Tensor], Tensor], outcome: Outcome) -> None:
+    assert record_of("module.to_dtype", Applies(function)).outcome is outcome
