@@ -159,8 +159,7 @@ class Plan:
             on_sample: called with the number of a sample before it runs on.
             quiet: context in which hooks of calibrated targets sleep.
             keep_outputs: keep what the forwards return.
-            beside: run a twin of every batch through the targets as they are before each stage; context for hooks that want to see it. The
-                suspend engine has no twins.
+            beside: run a twin of every batch through the targets as they are before each stage; context for hooks that see it (graph only).
             own: numbers of the batches that run here; the others run in processes that share them. None: all.
             everywhere: puts names of all these processes together; for the suspend engine, which finds the order of stages as it runs.
             may_wait: where much would be live behind a stage, batches run through it with the next one; but for the suspend engine.
@@ -233,8 +232,7 @@ class Plan:
     def _unchanged(self, batches: Sequence[Batch], work: Callable[[], _Made]) -> _Made:
         """Let planning find the model as every forward of a run will, and put it back, however planning ends.
 
-        A model may rewrite its weights in its first forward (RWKV divides them). If a second forward leaves them alone, that is the state
-        in which all forwards begin, here and in the run, and planning starts over from there.
+        A model may rewrite its weights in its first forward (RWKV divides them). If a second one leaves them alone, all begin there.
         """
         made, refused = None, None
         if not self._settles:
