@@ -104,11 +104,24 @@ class OnlineRotation:
         Returns:
             [..., D] in the same dtype.
         """
+        placed, dtype = self.at(x_ND.device, x_ND.dtype)
+        return placed.turn(x_ND.to(dtype), back=self.back).to(x_ND.dtype)
+
+    def at(self, device: torch.device, dtype: torch.dtype) -> tuple[Rotation, torch.dtype]:
+        """Return the rotation where it is applied, made once; asked for ahead of all forwards it is no value that one leaves for the next.
+
+        Args:
+            device: of what is turned.
+            dtype: of it.
+
+        Returns:
+            The rotation, and its dtype: float32, or float64.
+        """
         # By hand: torch.promote_types is an operator, and one that gives no tensor.
-        place = x_ND.device, x_ND.dtype if x_ND.dtype is torch.float64 else torch.float32
+        place = device, dtype if dtype is torch.float64 else torch.float32
         if place not in self._placed:
             self._placed[place] = self.rotation.to(*place)
-        return self._placed[place].turn(x_ND.to(place[1]), back=self.back).to(x_ND.dtype)
+        return self._placed[place], place[1]
 
 
 def sees_outputs(module: nn.Module) -> bool:

@@ -360,7 +360,9 @@ class RotatingModifier(Modifier):
             )
         fold_and_turn(state.model, (), turns, state.own_tensors)
         for name, hook in hooks:
-            state.keep_hook(hook.attach(state.model.get_submodule(name)))
+            module = state.model.get_submodule(name)
+            hook.at(state.device, next(module.parameters()).dtype)
+            state.keep_hook(hook.attach(module))
 
 
 Turned = Mapping[tuple[str, str], str]  # name and side of a layer to the rotation there

@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ from compressor.errors import UserInputError
 from harness.errors import HarnessError
 
 Mark = Literal["good", "bad", "skip"]
+_SUBMODULE = "160000 "  # mode of its entry in a tree of git
 _ONLY_SKIPPED = 2  # exit code of git bisect where no other commit is left
 
 
@@ -94,13 +95,24 @@ class Repository:
             The folder.
         """
         self._clear(folder)
-        files = () if with_files else ("--no-checkout",)
         try:
             # forced, because git still knows the tree that lay in a folder whose parent somebody removed
-            _git(self.top, "worktree", "add", "--force", "--detach", "--quiet", *files, str(folder), revision)
-            yield folder
+            _git(self.top, "worktree", "add", "--force", "--detach", "--quiet", "--no-checkout", str(folder), revision)
+            with ExitStack() as parts:
+                if with_files:
+                    _git(folder, "-c", "core.sparseCheckout=false", "reset", "--hard", "--quiet")  # the user's may be a part of the commit
+                    for name, part_revision in self._submodules(revision):
+                        parts.enter_context(Repository(self.top / name).tree(part_revision, folder / name))
+                yield folder
         finally:
             self._clear(folder)
+
+    def _submodules(self, revision: str) -> Iterator[tuple[str, str]]:
+        """Path and commit of each submodule of a commit that is at hand; others are empty folders, as in the user's tree."""
+        for line in _git(self.top, "ls-tree", "-r", "-z", "--full-tree", revision).split("\0"):
+            kind, _, name = line.partition("\t")
+            if kind.startswith(_SUBMODULE) and (self.top / name / ".git").exists():
+                yield name, kind.split()[-1]
 
     def _clear(self, folder: Path) -> None:
         if folder.exists():

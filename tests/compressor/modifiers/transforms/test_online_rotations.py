@@ -528,3 +528,11 @@ def test_planted_bugs_in_reader_and_writer_show(bug: str, tmp_path: Path, monkey
 
 def found(folder: Path) -> Tensor:
     return logits(load_compressed(folder, device="cpu"))
+
+
+@pytest.mark.parametrize("modifier", [QuIPModifier(ignore=["lm_head"]), SpinQuantModifier(rotations=["R4"])])
+def test_rotations_are_no_values_that_pass_from_batch_to_batch(modifier: Any) -> None:
+    """They were made in the first forward, and the proof took them for what another batch had left: all batches were held against it."""
+    recipe = [modifier, GPTQModifier(config_groups={"g": {"targets": ["re:.*proj"], "weights": {"num_bits": 4, "group_size": 8}}})]
+    result = oneshot(tiny.llama(), recipe=recipe, dataset=torch.ones(6, 8, dtype=torch.long), batch_size=2)
+    assert not [note for note in result.report.notes if "all batches" in note]

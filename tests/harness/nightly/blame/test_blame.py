@@ -174,6 +174,36 @@ def test_the_commits_before_the_guilty_one_may_be_those_that_cannot_be_measured(
     assert {commits.index(one.revision) for one in found.first_bad} == {*broken, 6} and found.verdict is Verdict.INCONCLUSIVE
 
 
+def test_the_tree_of_a_commit_has_its_submodules_and_no_part_of_it_is_left_out(tmp_path: Path) -> None:
+    """The submodule stands at that commit's own, not at today's; a sparse checkout of the user's leaves files out, this tree none."""
+    for name in ("inner", "library", "outer"):
+        (tmp_path / name).mkdir()
+        git(tmp_path / name, "init", "-q")
+    commit(tmp_path / "inner", "inner", value="i")
+    commit(tmp_path / "library", "one", version="1")
+    git(tmp_path / "library", "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(tmp_path / "inner"), "inner")
+    commit(tmp_path / "library", "with inner")
+    outer = tmp_path / "outer"
+    git(outer, "-c", "protocol.file.allow=always", "submodule", "add", "-q", str(tmp_path / "library"), "lib")
+    git(outer, "-c", "protocol.file.allow=always", "submodule", "update", "-q", "--init", "--recursive")
+    (outer / "kept").mkdir()
+    (outer / "left").mkdir()
+    first = commit(outer, "first", **{"kept/a": "a", "left/b": "b"})
+    commit(outer / "lib", "two", version="2")
+    commit(outer, "second")
+    git(outer, "sparse-checkout", "set", "kept")
+    assert not (outer / "left").exists()
+    with Repository(outer).tree(first, tmp_path / "tree") as tree:
+        assert {name: (tree / name).read_text() for name in ("kept/a", "left/b", "lib/version", "lib/inner/value")} == {
+            "kept/a": "a",
+            "left/b": "b",
+            "lib/version": "1",
+            "lib/inner/value": "i",
+        }
+    assert not (tmp_path / "tree").exists() and (outer / "lib" / "version").read_text() == "2"
+    assert [git(folder, "worktree", "list").count("\n") for folder in (outer, outer / "lib", outer / "lib" / "inner")] == [0, 0, 0]
+
+
 def test_what_a_killed_search_left_is_cleared_and_hooks_of_the_user_do_not_run(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / ".git" / "hooks" / "post-checkout").write_text("#!/bin/sh\nexit 1\n")
