@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
             },
         }
     },
+    "pruned before": {"recipe": {"MagnitudePruningModifier": {"targets": [MLP], "final_sparsity": 0.5}} | LAYERS},
     "experts": {"recipe": {"GPTQModifier": LAYERS["GPTQModifier"] | {"ignore": ["lm_head", "re:.*gate$"]}}, "model": "experts"},
 }
 ENDS_IN_HALF = {"write", "write_bytes", "write_text", "copyfile", "serialize_file"}  # calls that a kill can leave half done

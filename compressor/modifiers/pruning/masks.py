@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from compressor.algorithms.pruning.magnitude import Blocks, Pattern, num_zeros, removed_share
 from compressor.errors import LifecycleError, TargetError
 from compressor.lifecycle import Event, EventType, Modifier, ModuleRecord, PlannedModule, State
-from compressor.lifecycle.state import Detail
+from compressor.lifecycle.state import Detail, StageValue
 from compressor.model.folder import some
 from compressor.model.targets import check_patterns, loose_patterns, overlaps_itself, resolve_layers, share_values
 from compressor.nn import QuantizedLayer, is_quantizable
@@ -99,6 +99,11 @@ class PruningModifier(Modifier):
                     _as_rows(self._modules[name], gradient).masked_fill_(mask, 0.0)
         if self._active and event.type is EventType.OPTIM_POST_STEP:
             self.apply()
+
+    def stage_memory(self, modules: Sequence[str]) -> Mapping[str, StageValue]:
+        """Nothing: a resumed run prunes again, to the same bytes."""
+        del modules
+        return {}
 
     def on_finalize(self, state: State) -> bool:
         """Report what is zero now, and let the masks go."""
