@@ -12,10 +12,12 @@ import hashlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from compressor.recipe import load_recipe
 from harness.lifecycle.driving.compare import describe
 from harness.lifecycle.subject import Subject
 
-_SECONDS = 300.0
+_SECONDS, _SECONDS_TO_END = 300.0, 2.0
 
 
 class NoAnswerError(Exception):
@@ -58,6 +60,7 @@ def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, still_alive: Cal
     asked = {"recipe": recipe, "tags": sorted(tags), "seed": seed, "path": sys.path, "threads": torch.get_num_threads()}
     process = _started(os.getpid())
     assert process.stdin is not None and process.stdout is not None  # both are pipes
+    answer: dict[str, Any] = {}
     try:
         process.stdin.write(json.dumps(asked).encode() + b"\n")
         process.stdin.flush()
@@ -65,12 +68,14 @@ def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, still_alive: Cal
         while not select.select([process.stdout], [], [], 0.1)[0]:
             still_alive()
             if time.monotonic() - begun > _SECONDS:
-                process.kill()
                 raise NoAnswerError(f"it gave no answer within {_SECONDS:g} s")
         answer = from_json(process.stdout.readline())
     except (OSError, ValueError) as error:
-        _started.cache_clear()
         raise NoAnswerError(f"it ended without an answer ({describe(error)})") from error
+    finally:
+        if not answer:  # nor will it give one, to this question or another
+            _kill(process)
+            _started.cache_clear()
     if "error" in answer:
         raise NoAnswerError(answer["error"])
     found: dict[str, str] = answer["digests"]
@@ -96,9 +101,19 @@ def _started(pid: int) -> subprocess.Popen[bytes]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    with process:  # closes both pipes and waits; it ends where its input does
+    with process:  # closes both pipes and waits
         if process.stdin is not None:
-            process.stdin.close()
+            process.stdin.close()  # where its input ends, it ends, unless a run in it hangs
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End it and the copy of it that makes a run: they are a group of their own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,10 @@ def ended(folders: tuple[Path, Path], out: Path, held: str, limit: int) -> tuple
 
 def resident_bytes(pages: Path) -> int:
     """All that a process has in memory, mapped files included; nothing once it has ended."""
-    counts = pages.read_text(encoding="ascii").split()
+    try:
+        counts = pages.read_text(encoding="ascii").split()
+    except (ProcessLookupError, FileNotFoundError):  # it has just gone
+        return 0
     return int(counts[1]) * mmap.PAGESIZE
 
 
