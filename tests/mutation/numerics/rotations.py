@@ -69,7 +69,7 @@ ROTATION_MUTANTS: tuple[Mutant, ...] = (
     _bug("inputs_not_turned", "online", "weights are turned and the forward knows nothing of it", _FLOAT,
          Edit(_ONLINE + "OnlineRotation.__call__", "return (self._turned_once(module, args[0]), *args[1:]), other", "return args, other")),
     _bug("online_in_the_layers_dtype", "online", "rotations of the forward are rounded to bfloat16", _FLOAT,
-         Edit(_ONLINE + "OnlineRotation.turn", "x_ND.to(place[1])", "x_ND.bfloat16().to(place[1])")),
+         Edit(_ONLINE + "OnlineRotation.turn", "x_ND.to(dtype)", "x_ND.bfloat16().to(dtype)")),
     _bug("stored_the_other_way", "files", "the matrix in the files is the transposed one", "transform.checkpoint",
          Edit(_FILES + "_stored", "matrix.T if rotation.back else matrix", "matrix if rotation.back else matrix.T")),
     _bug("outputs_left_out_of_files", "files", "of the files only the inputs are read", "transform.checkpoint",
