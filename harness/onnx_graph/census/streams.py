@@ -200,8 +200,10 @@ def block_places(view: GraphView, anchors: Sequence[ir.Node]) -> list[BlockPlace
             mask |= carried.get(value, 0) if value is not None else 0
         for position in held.get(node, ()):
             above[position] = mask
-        mask |= sum(1 << position for position in held.get(node, ()))
-        carried |= dict.fromkeys(node.outputs, mask)
+        own = mask | sum(1 << position for position in held.get(node, ()))
+        # What an attention operator gives beside its result, as the keys and values for the next token, comes past the block.
+        results = node.outputs if node in inside else node.outputs[:1]
+        carried |= dict.fromkeys(node.outputs, mask) | dict.fromkeys(results, own)
     ends = [carried.get(value, 0) for value in view.model.graph.outputs]
     return [
         BlockPlace(

@@ -38,10 +38,23 @@ class Columns:
     Attributes:
         order: the column that each element of one token comes from.
         operator: where the block's operator takes its part itself, its name and settings; else empty.
+        heads: of K or V that the block's operator repeats itself, as grouped queries ask; else 1.
+        repeats: how often it repeats each.
     """
 
     order: tuple[int, ...]
     operator: str = ""
+    heads: int = 1
+    repeats: int = 1
+
+    def is_same(self, other: Columns) -> bool:
+        """Whether a role takes the same, no matter whether the graph repeats the heads of K and V or the operator does."""
+        return self.order in (other.order, other._repeated) or other.order in (self.order, self._repeated)
+
+    @property
+    def _repeated(self) -> tuple[int, ...]:
+        width = len(self.order) // self.heads
+        return tuple(one for start in range(0, len(self.order), width) for one in self.order[start : start + width] * self.repeats)
 
     def text(self) -> str:
         """Return the columns as ranges, for people."""
@@ -117,7 +130,9 @@ class _Probe:
         self._beside = list(dict.fromkeys(one for node in self._nodes for one in node.inputs if one is not None and one not in made))
         self.needed = {layer.node.outputs[0], *self._beside}
         shared = sum(one is value for one in block.taken.values()) > 1
-        self._operator = _settings(view, block, role) if shared else ""
+        node = next((one for one in view.nodes if block.anchor in (one.name, one.outputs[0].name)), None)
+        self._operator = f"{block.operator} {role} {_told(node)}" if shared else ""
+        self._heads = (1, 1) if shared or role == "q" or node is None else _grouped(node, Shapes(view))
 
     def read(self, held: Mapping[str, np.ndarray]) -> Columns | str:
         """Change columns and look who sees it."""
@@ -127,14 +142,18 @@ class _Probe:
         if not axes or count != self._layer.shape[1]:
             return "the columns of the layer cannot be told in its result"
         if not self._nodes:
-            return Columns(tuple(range(count)), self._operator)
+            return self._columns(range(count))
         session = self._session(held, start)
         for share in (1.0, 0.0, 0.5):  # the last token first; where only some tokens are taken, another
             token = [range(length) if axis in axes else [round(share * (length - 1))] for axis, length in enumerate(start.shape)]
             places = np.ravel_multi_index(tuple(one.reshape(-1) for one in np.meshgrid(*token, indexing="ij")), start.shape)
             if order := _Changes(session, start, places).order():
-                return Columns(order, self._operator)
+                return self._columns(order)
         return "no column of the layer changes what the role takes"
+
+    def _columns(self, order: Sequence[int]) -> Columns:
+        heads, repeats = self._heads if len(order) % self._heads[0] == 0 else (1, 1)
+        return Columns(tuple(order), self._operator, heads, repeats)
 
     def _session(self, held: Mapping[str, np.ndarray], start: np.ndarray) -> Session:
         name = str(self._layer.node.outputs[0].name)
@@ -221,10 +240,20 @@ def _column_axes(view: GraphView, layer: Projection, rank: int) -> list[int]:
     return [*above, rank - 2 if held == 0 and len(given) > 1 else rank - 1]
 
 
-def _settings(view: GraphView, block: Block, role: str) -> str:
+def _told(node: ir.Node | None) -> dict[str, int]:
     """What an operator that takes its part itself is told."""
-    node = next((one for one in view.nodes if block.anchor in (one.name, one.outputs[0].name)), None)
-    told = (
-        {} if node is None else {name: node.attributes[name].as_int() for name in ("num_heads", "kv_num_heads") if name in node.attributes}
-    )
-    return f"{block.operator} {role} {told}"
+    names = () if node is None else ("q_num_heads", "num_heads", "kv_num_heads")
+    return {name: node.attributes[name].as_int() for name in names if node is not None and name in node.attributes}
+
+
+def _grouped(node: ir.Node, shapes: Shapes) -> tuple[int, int]:
+    """The heads of K and V, and how many heads of Q share each; (1, 1) if each has its own, or nobody knows."""
+    told = _told(node)
+    heads: list[object] = [told.get("q_num_heads", told.get("num_heads")), told.get("kv_num_heads")]
+    if None in heads and node.op_type == "Attention":  # of rank 4, the heads are an axis
+        given = [shapes.of(one) for one in node.inputs[:2] if one is not None]
+        heads = [one.dims[1] if one is not None and len(one.dims) == 4 else None for one in given]
+    match heads:
+        case [int(queries), int(keys)] if keys > 0 and queries > keys:
+            return keys, queries // keys
+    return 1, 1

@@ -197,9 +197,11 @@ class RoleWeights(RoleContract):
             if isinstance(was, str) or isinstance(now, str):
                 why = was if isinstance(was, str) else now
                 yield self.not_analysed(f"{one.where}: which columns of its layer it takes cannot be read: {why}", one.block, one.role)
+            elif was.operator == now.operator and was.is_same(now):
+                continue
             elif was.operator != now.operator or (len(was.order) != len(now.order) and set(was.order) == set(now.order)):
                 yield self.not_analysed(f"{one.where}: it takes its columns in another form than before", one.block, one.role)
-            elif was.order != now.order:
+            else:
                 layer = one.projection
                 found = f"expected {was.text()} of {layer.op} {layer.name} [{layer.shape[0]}, {layer.shape[1]}], found {now.text()}"
                 yield self.violated(f"{one.where}: {found}", one.block, one.role)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,21 @@ import onnx
 import onnx_ir as ir
 
 from harness.onnx_graph.graph.view import GraphView, tensor_of
+
+
+class _Part(enum.Enum):
+    """What an input is of what is computed from it."""
+
+    ANY = enum.auto()
+    VALUES = enum.auto()
+    PLACES = enum.auto()
+
+
+_PARTS: Mapping[str, tuple[_Part, ...]] = {
+    **dict.fromkeys(("Reshape", "Expand", "Slice", "Split", "Squeeze", "Unsqueeze", "Pad", "Tile"), (_Part.ANY, *[_Part.PLACES] * 4)),
+    **dict.fromkeys(("Gather", "GatherElements", "GatherND"), (_Part.VALUES, _Part.PLACES)),
+    **dict.fromkeys(("ScatterND", "ScatterElements", "Scatter"), (_Part.ANY, _Part.PLACES, _Part.VALUES)),
+}
 
 
 class Constants:
@@ -52,7 +68,9 @@ class Constants:
         return any(node.op_type == "DequantizeLinear" for node in self._ancestors(value))
 
     def sources(self, value: ir.Value) -> frozenset[ir.Value]:
-        """Find what holds a constant: the matrices that it is computed from, or where there are none whatever it is computed from.
+        """Find what holds a constant: the matrices, codebooks and scattered values that it is computed from, or where there are none all.
+
+        Places at which values are looked up or put are no weight: several may share one pattern.
 
         Args:
             value: a constant.
@@ -60,9 +78,22 @@ class Constants:
         Returns:
             Initializers and outputs of Constants; slices of one packed weight have the same.
         """
-        made = [one for node in self._ancestors(value) for one in (*node.inputs, *node.outputs)]
-        leaves = [one for one in (value, *made) if one is not None and tensor_of(one) is not None]
-        return frozenset(one for one in leaves if _rank_of(one) > 1) or frozenset(leaves)
+        leaves, holding = set[ir.Value](), set[ir.Value]()
+        waiting, seen = [(value, _Part.ANY)], set[tuple[ir.Value, _Part]]()
+        while waiting:
+            one, part = asked = waiting.pop()
+            if asked in seen:
+                continue
+            seen.add(asked)
+            node = one.producer()
+            if (held := tensor_of(one)) is not None:
+                leaves.add(one)
+                holding |= {one} if part is _Part.VALUES or (part is _Part.ANY and held.ndim > 1) else set()
+            elif node is not None:
+                parts = (*_PARTS.get(node.op_type, ()), *[_Part.ANY] * len(node.inputs))
+                asks = zip(node.inputs, parts, strict=False)
+                waiting += [(below, _Part.PLACES if part is _Part.PLACES else how) for below, how in asks if below is not None]
+        return frozenset(holding or leaves)
 
     def _ancestors(self, value: ir.Value) -> list[ir.Node]:
         """Nodes that a constant is computed from, in the order of the graph."""
@@ -101,11 +132,6 @@ def _evaluated_opsets(imports: Mapping[str, int], nodes: Sequence[onnx.NodeProto
     """The model's own versions, but for DequantizeLinear, which the evaluator has from 19 on, with the meaning that it had before."""
     least = 21 if any(node.op_type == "DequantizeLinear" for node in nodes) else 0
     return [onnx.helper.make_opsetid(name, version if name else max(version, least)) for name, version in imports.items()]
-
-
-def _rank_of(value: ir.Value) -> int:
-    held = tensor_of(value)
-    return 0 if held is None else held.ndim
 
 
 def _named(value: ir.Value) -> onnx.TensorProto:
