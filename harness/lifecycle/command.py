@@ -64,8 +64,9 @@ def run(settings: VerifySettings) -> Verdict:
     Returns:
         What the report says.
     """
+    from harness.lifecycle.driving.time_limit import TIME_LIMIT
     from harness.lifecycle.template import UnusableError, find_subject
-    from harness.lifecycle.verify import TIME_LIMIT, unusable_report, verify
+    from harness.lifecycle.verify import unusable_report, verify
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
     try:

@@ -27,6 +27,7 @@ from compressor.json_text import from_json
 from compressor.pages import raw_bytes
 from compressor.recipe import load_recipe
 from harness.lifecycle.driving.compare import describe
+from harness.lifecycle.driving.time_limit import Stopwatch, run_limited
 from harness.lifecycle.subject import Subject
 
 _SECONDS, _SECONDS_TO_END = 300.0, 2.0
@@ -42,22 +43,23 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: hashlib.sha256(texts[name] + raw_bytes(one).cpu().numpy().tobytes()).hexdigest() for name, one in tensors.items()}
 
 
-def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, still_alive: Callable[[], None]) -> dict[str, str]:
+def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, still_alive: Callable[[], None]) -> dict[str, str]:
     """Make a whole run over the tiny model in another process.
 
     Args:
         recipe: of the modifier alone.
         tags: of the modifier.
         seed: of the global generators.
+        limit: seconds that importing the modifier, and each call of it, may take there.
         still_alive: called again and again while it is waited for.
 
     Returns:
         The digest of every tensor of the model afterwards.
 
     Raises:
-        NoAnswerError: the modifier cannot be made there, or no answer came in five minutes.
+        NoAnswerError: the modifier cannot be made there, a call of it hangs, or no answer came in five minutes.
     """
-    asked = {"recipe": recipe, "tags": sorted(tags), "seed": seed, "path": sys.path, "threads": torch.get_num_threads()}
+    asked = {"recipe": recipe, "tags": sorted(tags), "seed": seed, "limit": limit, "path": sys.path, "threads": torch.get_num_threads()}
     process = _started(os.getpid())
     assert process.stdin is not None and process.stdout is not None  # both are pipes
     answer: dict[str, Any] = {}
@@ -119,13 +121,14 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     sys.path[:] = asked["path"]
     torch.set_num_threads(asked["threads"])
+    watch = Stopwatch(asked["limit"])
     try:
-        (template,) = load_recipe(asked["recipe"]).modifiers
+        (template,) = run_limited(lambda: load_recipe(asked["recipe"]).modifiers, watch)
     except BaseException as error:  # noqa: BLE001 - importing somebody's module may raise anything, SystemExit too
         return {"error": f"there it cannot be made: {describe(error)}"}
-    subject = Subject(template, tags=frozenset(asked["tags"]))
+    subject = Subject(template, tags=frozenset(asked["tags"]), stopwatch=watch)
     try:
-        return {"digests": digests(subject.result(seed=asked["seed"]))}
+        return {"digests": digests(run_limited(lambda: subject.result(seed=asked["seed"]), watch, subject.running))}
     except BaseException as error:  # noqa: BLE001 - as above; another check says what is wrong with the run itself
         return {"error": f"there the run failed: {describe(error)}"}
 

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from harness.lifecycle.checks.registry import CHECKS
+from harness.lifecycle.driving.time_limit import TIME_LIMIT
 from harness.lifecycle.report import USABLE
 from harness.lifecycle.subject import Batch
-from harness.lifecycle.verify import TIME_LIMIT, chosen_checks, label_of, verify
+from harness.lifecycle.verify import chosen_checks, label_of, verify
 from harness.reporting.expected import known_failures
 from harness.reporting.verdict import Outcome
 

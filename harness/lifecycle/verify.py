@@ -21,7 +21,7 @@ from harness.lifecycle.checks.registry import CHECKS, LifecycleCheck
 from harness.lifecycle.driving.class_values import class_values_kept
 from harness.lifecycle.driving.compare import describe
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
-from harness.lifecycle.driving.time_limit import Stopwatch, TimeLimitError, run_limited
+from harness.lifecycle.driving.time_limit import TIME_LIMIT, Stopwatch, TimeLimitError, run_limited
 from harness.lifecycle.process_state import process_kept
 from harness.lifecycle.report import USABLE, VerifyReport
 from harness.lifecycle.subject import Batch, Subject, call
@@ -30,9 +30,6 @@ from harness.profiles import PROFILES, active_profile
 from harness.reporting.expected import expect, known_failures
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
-
-TIME_LIMIT = 20.0
-"""Seconds that one call of the lifecycle may take before it counts as hanging."""
 
 _USABLE = Claim(USABLE, "It is a modifier, and a fresh one can be made")
 _REGISTERED = (order, hooks, watching, leftovers, recipe, machine)
@@ -87,9 +84,9 @@ def verify(
     if model is not None:
         _require_batches(model, inputs)
     spent = PROFILES[profile] if profile else active_profile()
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(time_limit)
     try:
-        template = _template_of(modifier, stopwatch, time_limit)
+        template = _template_of(modifier, stopwatch)
         all_tags = read_tags(template, tags)
     except (UnusableError, TimeLimitError) as reason:
         return unusable_report(label_of(modifier), spent.name, reason)
@@ -106,7 +103,7 @@ def verify(
         make=modifier if isinstance(modifier, type) else None,
     )
     with process_kept(subject.model.modules()):
-        records = _run_all(chosen, subject, time_limit)
+        records = _run_all(chosen, subject)
     usable = _USABLE.record(Outcome.PASS, f"{type(template).__qualname__} of {type(template).__module__}")
     return VerifyReport(label_of(template), spent.name, (usable, *(expect(record, reasons) for record in records)))
 
@@ -128,7 +125,7 @@ def _require_batches(model: nn.Module, inputs: object) -> None:
                 ) from error
 
 
-def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject, time_limit: float) -> list[CheckRecord]:
+def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject) -> list[CheckRecord]:
     records = []
     hanging = ""
     for check in chosen:
@@ -136,10 +133,10 @@ def _run_all(chosen: Sequence[LifecycleCheck], subject: Subject, time_limit: flo
             records.append(check.claim.skipped(f"the run has ended: {hanging}"))
             continue
         try:
-            records.append(run_limited(partial(_run_alone, check, subject), subject.stopwatch, time_limit, subject.running))
+            records.append(run_limited(partial(_run_alone, check, subject), subject.stopwatch, subject.running))
         except TimeLimitError as reason:
             hanging = str(reason)
-            records.append(check.claim.record(Outcome.FAIL, hanging, limit=f"{time_limit:g} s", findings=[hanging]))
+            records.append(check.claim.record(Outcome.FAIL, hanging, limit=f"{subject.stopwatch.limit:g} s", findings=[hanging]))
     return records
 
 
@@ -149,10 +146,10 @@ def _run_alone(check: LifecycleCheck, subject: Subject) -> CheckRecord:
         return check.run(subject)
 
 
-def _template_of(modifier: object, stopwatch: Stopwatch, time_limit: float) -> Modifier:
+def _template_of(modifier: object, stopwatch: Stopwatch) -> Modifier:
     """A fresh modifier; whatever its own code raises on the way is a reason why there is none."""
     try:
-        return run_limited(lambda: make_template(modifier), stopwatch, time_limit)
+        return run_limited(lambda: make_template(modifier), stopwatch)
     except (UnusableError, TimeLimitError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -78,7 +78,8 @@ def new_process(subject: Subject) -> str:
         raise NothingToCheckError(f"{cls.__qualname__} is defined where another process cannot find it; move it into a module")
     try:
         recipe = load_recipe([subject.fresh()]).dump()
-        there = run_elsewhere(recipe, subject.tags, _seed(subject), subject.stopwatch.restart)
+        watch = subject.stopwatch
+        there = run_elsewhere(recipe, subject.tags, _seed(subject), watch.limit, watch.restart)
     except (CompressorError, NoAnswerError) as error:
         raise NothingToCheckError(f"another process cannot tell: {error}") from error
     here = digests(subject.result(seed=1))

@@ -120,7 +120,8 @@ class SharedCode:
                 else:
                     setattr(owner, name, before.values[name])
         for name, level in self._levels.items():
-            logging.getLogger(name).setLevel(level)
+            if (logger := logging.getLogger(name)).level != level:  # to set one clears what all loggers remember
+                logger.setLevel(level)
         for name, read in _configs() if self._configs else ():
             config, was = sys.modules.get(name), self._configs[name]
             for key in {**was, **read}:

@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+TIME_LIMIT = 20.0
+"""Seconds that one call may take, unless somebody says otherwise."""
+
 _WAIT_SECONDS = 0.05
 _IDLE = 0.02  # of a stretch: who works less waits for something
 _LEAST_SHARE = 0.1  # of a stretch that counts in any case, lest who works a little now and then goes on for ever
@@ -33,7 +36,13 @@ class Stopwatch:
     It is moved by whoever waits, in small steps, so that a process that is stopped for a while has not hung.
     """
 
-    seconds = 0.0
+    def __init__(self, limit: float = TIME_LIMIT) -> None:
+        """Stand at zero.
+
+        Args:
+            limit: seconds that one call may take.
+        """
+        self.limit, self.seconds = limit, 0.0
 
     def restart(self) -> None:
         """A new call begins."""
@@ -48,7 +57,7 @@ class Stopwatch:
         self.seconds += seconds
 
 
-def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float, where: Callable[[], str] | None = None) -> Result:
+def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, where: Callable[[], str] | None = None) -> Result:
     """Run something in a thread of its own, and give up on it when one call takes too long.
 
     Python code in a loop is stopped; code that sleeps or waits is left behind in a daemon thread, which does nothing any more when it
@@ -57,7 +66,6 @@ def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float
     Args:
         call: what to run.
         stopwatch: restarted by `call` at the start of each of its calls.
-        seconds: that one of them may take.
         where: says what is running, for the error.
 
     Returns:
@@ -82,8 +90,8 @@ def run_limited(call: Callable[[], Result], stopwatch: Stopwatch, seconds: float
         before, worked = time.monotonic(), time.process_time()
         thread.join(timeout=_WAIT_SECONDS)
         stopwatch.move(counted(min(time.monotonic() - before, 4 * _WAIT_SECONDS), time.process_time() - worked))
-        if thread.is_alive() and stopwatch.seconds > seconds:
-            error = TimeLimitError(f"one call took longer than {seconds:g} s" + (f", in {where()}" if where else ""))
+        if thread.is_alive() and stopwatch.seconds > stopwatch.limit:
+            error = TimeLimitError(f"one call took longer than {stopwatch.limit:g} s" + (f", in {where()}" if where else ""))
             _interrupt(thread)
             raise error
     if errors:

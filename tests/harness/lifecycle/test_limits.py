@@ -15,9 +15,9 @@ from harness.reporting.verdict import Verdict
 
 
 def test_answers_and_errors_come_through() -> None:
-    assert run_limited(lambda: 3, Stopwatch(), 5) == 3
+    assert run_limited(lambda: 3, Stopwatch(5)) == 3
     with pytest.raises(ZeroDivisionError):
-        run_limited(lambda: 1 // 0, Stopwatch(), 5)
+        run_limited(lambda: 1 // 0, Stopwatch(5))
 
 
 def test_a_loop_is_stopped() -> None:
@@ -31,7 +31,7 @@ def test_a_loop_is_stopped() -> None:
             ended.set()
 
     with pytest.raises(TimeLimitError):
-        run_limited(loop, Stopwatch(), 0.2)
+        run_limited(loop, Stopwatch(0.2))
     assert ended.wait(timeout=10)
 
 
@@ -48,7 +48,7 @@ def test_a_wait_is_left_behind_and_does_nothing_any_more_when_it_ends() -> None:
             done.append("put back")
 
     with pytest.raises(TimeLimitError):
-        run_limited(waits, Stopwatch(), 0.2)
+        run_limited(waits, Stopwatch(0.2))
     release.set()
     time.sleep(0.3)
     assert not done
@@ -60,7 +60,7 @@ def test_what_other_processes_take_does_not_count(worked: float, counts: float) 
 
 
 def test_each_call_has_its_own_time() -> None:
-    watch = Stopwatch()
+    watch = Stopwatch(1.2)
 
     def calls() -> str:
         for _ in range(4):
@@ -68,11 +68,11 @@ def test_each_call_has_its_own_time() -> None:
             time.sleep(0.35)
         return "done"
 
-    assert run_limited(calls, watch, 1.2) == "done"  # 1.4 s in all, and room for a busy machine in each
+    assert run_limited(calls, watch) == "done"  # 1.4 s in all, and room for a busy machine in each
 
 
 def test_a_pause_does_not_count() -> None:
-    watch = Stopwatch()
+    watch = Stopwatch(1)
 
     def imports() -> str:
         watch.pause()
@@ -80,7 +80,7 @@ def test_a_pause_does_not_count() -> None:
         watch.restart()
         return "done"
 
-    assert run_limited(imports, watch, 1) == "done"
+    assert run_limited(imports, watch) == "done"
 
 
 class _CatchesSignals(Modifier):

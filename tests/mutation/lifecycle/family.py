@@ -33,7 +33,6 @@ PROFILE = PROFILES["pr"]
 SHARES = (0.05, 0.25, 1.0, 2.0)
 # Checks that fail at every callback of a life cost more than all others together, and so come after them.
 _SLOW = ("lifecycle.nothing_left", "lifecycle.rolls_back")
-TIME_LIMIT = 20.0
 
 
 def killers(mutant: Mutant | None) -> list[Killer]:
@@ -62,7 +61,7 @@ def subjects() -> list[Subject]:
 def _check(name: str) -> str | None:
     for subject in subjects():
         try:
-            record = run_limited(partial(CHECKS[name].run, subject), subject.stopwatch, TIME_LIMIT)
+            record = run_limited(partial(CHECKS[name].run, subject), subject.stopwatch)
         except TimeLimitError as error:
             return describe(error)
         if record.outcome is Outcome.FAIL:
@@ -73,7 +72,7 @@ def _check(name: str) -> str | None:
 def _machine(name: str, share: float) -> str | None:
     drive, stopwatch = _driver(name, share)
     try:
-        run_limited(drive, stopwatch, TIME_LIMIT)
+        run_limited(drive, stopwatch)
     except (Exception, PlannedInterrupt, TimeLimitError) as error:  # noqa: BLE001 - whatever a planted bug makes of a run, it was seen
         return describe(error)
     return None
