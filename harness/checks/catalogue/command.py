@@ -100,10 +100,9 @@ ELSEWHERE: tuple[Elsewhere, ...] = (
 class CatalogueSettings(Settings):
     """Which checks are listed."""
 
-    kind: Annotated[
-        Text | None,
-        Option(choices=tuple(KINDS)),
-    ] = None
+    kind: Annotated[Text | None, Option(choices=tuple(KINDS), metavar="KIND", help=f"only the checks of one kind: {', '.join(KINDS)}")] = (
+        None
+    )
     """Only the checks for subjects of this kind."""
     as_json: Annotated[Flag, Option("--json")] = False
     """Print JSON instead of the table."""
