@@ -43,7 +43,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave what is there by now (libraries, thirteen thousand tests) out of the collections of garbage that tests and steps ask for."""
-    gc.collect()
     gc.freeze()
     gc.enable()
 
