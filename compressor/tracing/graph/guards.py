@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import enum
+import itertools
 import operator
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import fx, nn
 
-from compressor.tracing.graph.nested_values import DATA_SIZED, read_field, structure
+from compressor.tracing.graph.nested_values import read_field, structure
 from compressor.tracing.graph.nodes import ROOT, Constant, Place
 from compressor.tracing.graph.program import Program, target_of
-from compressor.tracing.graph.replay import Needs
+from compressor.tracing.graph.replay import Needs, dependences
 from compressor.tracing.targets.records import Guard
 
 _MAX_DEPTH = 8
@@ -298,13 +300,6 @@ def _is_rank(value: Any) -> bool:
 #
 # A guard over a value that a target computes can never be decided in advance, because compression changes what the target computes.
 
-# Answers of a tensor that depend on its shape and not on its values.
-_SHAPE_ATTRIBUTES = frozenset(("shape", "ndim", "nbytes"))
-_SHAPE_METHODS = frozenset(
-    ("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "is_contiguous", "__len__", "data_ptr")
-)
-
-
 _TAKES_APART = (operator.getitem, getattr, len, read_field, structure)
 
 
@@ -329,6 +324,14 @@ class GuardPlan:
     late_by_shape: bool = True
 
 
+class _Kind(enum.Flag):
+    """What a guard may depend on."""
+
+    INPUT = enum.auto()
+    TARGET = enum.auto()
+    CHANGES = enum.auto()  # a weight of a target, or what a module has left on a module
+
+
 def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> GuardPlan:
     """Sort the guards of a program.
 
@@ -340,32 +343,29 @@ def plan_guards(program: Program, groups: Sequence[str], model: nn.Module) -> Gu
     Returns:
         What to run for them, and those that no early check can decide.
     """
-    reaching = Needs(list(program.flat.nodes))
     targets = {name or ROOT for name in groups}
     places = [name.rpartition(".") for name in program.reassigned if not name.startswith("?")]
     left = {(id(model.get_submodule(owner)), own) for owner, _, own in places}
+    kinds = partial(_kind, targets=targets, left=left)
     early, late_shapes, late_values, late_results = [], [], [], []
     by_shape = late_by_shape = True
-    for node in program.guard_nodes:
-        needs = reaching.of([node])
-        behind = any(one.op == "call_module" and one.target in targets for one in needs)
-        sources = _value_sources(node, reaching.writers, set(needs))
-        if any(_is_of(one, targets) or _is_left_on_module(one, left) for one in sources):
+    for node, (values, needs) in dependences(program.flat.nodes, kinds, program.guard_nodes):
+        if _Kind.CHANGES in values:
             late_values.append(node)
-        elif not behind:
+        elif _Kind.TARGET not in needs:
             early.append(node)
-            by_shape = by_shape and not any(one.op == "placeholder" for one in sources)
+            by_shape = by_shape and _Kind.INPUT not in values
         elif node.meta["guard"] == "structure" and _is_of_module(node):
             late_results.append(node)  # checked when it is there
         elif node.meta["guard"] == "structure":
             late_shapes.append(node)  # a leaf's choice between a tensor and None: taken from the inputs, of which each batch has its own
             late_by_shape = False
-        elif any(one.op == "call_module" and one.target in targets for one in sources):
+        elif _Kind.TARGET in values:
             late_values.append(node)
         else:
             late_shapes.append(node)
-            late_by_shape = late_by_shape and not any(one.op == "placeholder" for one in sources)
-    entry = tuple(reaching.of(early))
+            late_by_shape = late_by_shape and _Kind.INPUT not in values
+    entry = tuple(Needs(list(program.flat.nodes)).of(early))
     late = (tuple(late_shapes), tuple(late_values), tuple(late_results))
     return GuardPlan(entry, by_shape and late_by_shape, *late, late_by_shape)
 
@@ -375,9 +375,17 @@ def _is_length_of_result(asked: Any) -> bool:
     return asked.target is len and isinstance(asked.args[0], fx.Node) and "context" in asked.args[0].meta
 
 
+def _kind(node: fx.Node, targets: Collection[str], left: Collection[tuple[int, str]]) -> _Kind:
+    if node.op == "placeholder":
+        return _Kind.INPUT
+    if node.op == "call_module":
+        return _Kind.TARGET if node.target in targets else _Kind(0)
+    return _Kind.CHANGES if _is_of(node, targets) or _is_left_on_module(node, left) else _Kind(0)
+
+
 def _is_of(node: fx.Node, targets: Collection[str]) -> bool:
     """True for a weight of a target."""
-    return node.op == "get_attr" and any(str(node.target).startswith(f"{target}.") for target in targets)
+    return node.op == "get_attr" and any(name in targets for name in itertools.accumulate(str(node.target).split("."), "{}.{}".format))
 
 
 def _is_left_on_module(node: fx.Node, left: Collection[tuple[int, str]]) -> bool:
@@ -390,49 +398,6 @@ def _is_of_module(node: fx.Node) -> bool:
     """True for the guard on the structure of a module's result, False for that of a leaf's."""
     asked: Any = node.args[0]
     return isinstance(asked.args[0], fx.Node) and asked.args[0].op == "call_module"
-
-
-def _value_sources(goal: fx.Node, writers: Mapping[fx.Node, Sequence[fx.Node]], needs: Collection[fx.Node]) -> set[fx.Node]:
-    """Collect the nodes whose values, and not only shapes, a guard depends on, among those that it needs."""
-    found: set[tuple[fx.Node, bool]] = set()
-    todo = [(goal, True)]
-    while todo:
-        node, by_value = todo.pop()
-        if (node, by_value) in found:
-            continue
-        found.add((node, by_value))
-        todo += [(writer, True) for writer in writers.get(node, ()) if by_value and writer in needs]
-        below = by_value and not _asks_shape(node)
-        below = below or (not by_value and _is_data_sized(node))
-        todo += [(used, below or not _carries_shape(used)) for used in node.all_input_nodes]
-    return {node for node, by_value in found if by_value}
-
-
-def _asks_shape(node: fx.Node) -> bool:
-    if node.op == "call_method":
-        return node.target in _SHAPE_METHODS
-    return node.target is len or (node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES)
-
-
-def _carries_shape(node: fx.Node) -> bool:
-    """True for tensors and what holds them; a number among the arguments of a shape-giving call is a value."""
-    return not node.meta.get("number")
-
-
-def _is_data_sized(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    if name == "repeat_interleave":  # by a number of repeats, or by a tensor of them
-        repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
-        return isinstance(repeats, fx.Node) and "tensor" in repeats.meta and "output_size" not in node.kwargs
-    if name in DATA_SIZED or (name == "where" and len(node.args) == 1):
-        return True
-    return node.target is operator.getitem and len(node.args) == 2 and isinstance(node.args[1], fx.Node | tuple) and _indexes_by_mask(node)
-
-
-def _indexes_by_mask(node: fx.Node) -> bool:
-    index: Any = node.args[1]
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, fx.Node) and part.meta.get("tensor", (0, None))[1] is torch.bool for part in parts)
 
 
 def why_late(guard: fx.Node, program: Program, targets: Collection[str]) -> str:

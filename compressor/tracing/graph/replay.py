@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import copy
+import enum
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from compressor.errors import CalibrationError
-from compressor.tracing.graph.nested_values import Modes
+from compressor.tracing.graph.nested_values import DATA_SIZED, Modes
 from compressor.tracing.graph.nodes import GuardFailure
 from compressor.tracing.graph.program import Program, Segment, find_module, target_of
 
@@ -340,3 +342,96 @@ class Needs:
                     needed.add(other)
                     todo.append(other)
         return sorted(needed, key=self._order.__getitem__)
+
+
+_Kinds = TypeVar("_Kinds", bound=enum.Flag)
+
+
+def dependences(
+    nodes: Iterable[fx.Node], kinds: Callable[[fx.Node], _Kinds], asked: Collection[fx.Node]
+) -> Iterator[tuple[fx.Node, tuple[_Kinds, _Kinds]]]:
+    """Go through a graph once, and tell of some nodes on what kinds of others they depend, those before them that write to these included.
+
+    Args:
+        nodes: all of the graph, in program order.
+        kinds: what a node itself is.
+        asked: nodes of the graph.
+
+    Yields:
+        Each node that is asked for, with the kinds of those on whose values, and not only shapes, its own value depends, and the kinds of
+        all that it needs.
+    """
+    wanted, known = set(asked), _Dependences(kinds)
+    for node in nodes:
+        known.add(node)
+        if node in wanted:
+            yield node, (known.values[node], known.needs[node])
+
+
+class _Dependences(Generic[_Kinds]):
+    """Kinds of nodes on which others depend, of the graph up to the node that was added last."""
+
+    def __init__(self, kinds: Callable[[fx.Node], _Kinds]) -> None:
+        self._kinds = kinds
+        self.values, self.shapes, self.needs = dict[fx.Node, _Kinds](), dict[fx.Node, _Kinds](), dict[fx.Node, _Kinds]()
+
+    def add(self, node: fx.Node) -> None:
+        self.values[node] = self.needs[node] = own = self._kinds(node)
+        self.shapes[node] = own & ~own
+        self._read(node)
+        waiting = [node] if node.meta.get("effect") else []
+        while waiting:  # what is written to depends on the writer from here on, and with it all that has used it
+            changed = waiting.pop()
+            written = [used for used in changed.all_input_nodes if changed.meta.get("effect") and self._join(used, changed)]
+            waiting += written + [user for user in changed.users if user in self.values and self._read(user)]
+
+    def _join(self, used: fx.Node, writer: fx.Node) -> bool:
+        before = self.values[used], self.needs[used]
+        self.values[used] |= self.values[writer]
+        self.needs[used] |= self.needs[writer]
+        return before != (self.values[used], self.needs[used])
+
+    def _read(self, node: fx.Node) -> bool:
+        """Take over from what a node uses; tell whether it depends on more than before."""
+        before = self.values[node], self.shapes[node], self.needs[node]
+        goes_by_value, is_sized_by_data = not _asks_shape(node), _is_data_sized(node)
+        for used in node.all_input_nodes:
+            is_number = not _carries_shape(used)
+            self.values[node] |= self.values[used] if goes_by_value or is_number else self.shapes[used]
+            self.shapes[node] |= self.values[used] if is_sized_by_data or is_number else self.shapes[used]
+            self.needs[node] |= self.needs[used]
+        return before != (self.values[node], self.shapes[node], self.needs[node])
+
+
+# Answers of a tensor that depend on its shape and not on its values.
+_SHAPE_ATTRIBUTES = frozenset(("shape", "ndim", "nbytes"))
+_SHAPE_METHODS = frozenset(
+    ("size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "is_contiguous", "__len__", "data_ptr")
+)
+
+
+def _asks_shape(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _SHAPE_METHODS
+    return node.target is len or (node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES)
+
+
+def _carries_shape(node: fx.Node) -> bool:
+    """True for tensors and what holds them; a number among the arguments of a shape-giving call is a value."""
+    return not node.meta.get("number")
+
+
+def _is_data_sized(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name == "repeat_interleave":  # by a number of repeats, or by a tensor of them
+        repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
+        return isinstance(repeats, fx.Node) and "tensor" in repeats.meta and "output_size" not in node.kwargs
+    if name in DATA_SIZED or (name == "where" and len(node.args) == 1):
+        return True
+    return node.target is operator.getitem and len(node.args) == 2 and isinstance(node.args[1], fx.Node | tuple) and _indexes_by_mask(node)
+
+
+def _indexes_by_mask(node: fx.Node) -> bool:
+    index: Any = node.args[1]
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, fx.Node) and part.meta.get("tensor", (0, None))[1] is torch.bool for part in parts)
