@@ -164,12 +164,14 @@ def check_record(folder: Path, base_hashes: Mapping[str, str], data_sha256: str)
         if not os.path.lexists(folder / RECORD_FILE):
             return [claim.skipped(f"there is no {RECORD_FILE}") for claim in (BASE, DATA)]
         return [BASE.record(Outcome.FAIL, f"{RECORD_FILE} is no JSON object"), DATA.skipped(f"{RECORD_FILE} cannot be read")]
-    return [_check_base(record.get("base"), base_hashes), _check_data(record.get("data"), data_sha256)]
+    return [_check_base(record.get("base"), base_hashes), _check_data(record, data_sha256)]
 
 
 def _check_base(recorded: Any, base_hashes: Mapping[str, str]) -> CheckRecord:
-    if not recorded and (recorded is None or isinstance(recorded, Mapping)):
-        return BASE.skipped(f"{RECORD_FILE} names no base")
+    if recorded is None:
+        return BASE.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE} holds no digests of a base, though every run notes them; compress again")
+    if recorded == {}:
+        return BASE.skipped(f"{RECORD_FILE} names no file of a base: the model was in memory")
     if not isinstance(recorded, Mapping):
         return BASE.record(Outcome.FAIL, f"{RECORD_FILE}: base is no table of digests by file")
     findings = [f"{name}: has another sha256 here" if name in base_hashes else f"{name}: is not here"
@@ -177,10 +179,13 @@ def _check_base(recorded: Any, base_hashes: Mapping[str, str]) -> CheckRecord:
     return BASE.found(findings, f"{len(recorded)} files have the recorded sha256", noun="file")
 
 
-def _check_data(recorded: Any, data_sha256: str) -> CheckRecord:
+def _check_data(record: Mapping[str, Any], data_sha256: str) -> CheckRecord:
+    recorded = record.get("data")
     sha256 = recorded.get("sha256") if isinstance(recorded, Mapping) else recorded
-    if sha256 is None:
+    if "data" in record and recorded is None and record.get("pipeline", "data_free") == "data_free":
         return DATA.skipped(f"{RECORD_FILE} names no calibration data")
+    if sha256 is None:
+        return DATA.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE} holds no digest of the data, though the run had some; compress again")
     if not isinstance(sha256, str) or _SHA256.fullmatch(sha256) is None:
         return DATA.record(Outcome.FAIL, f"{RECORD_FILE}: data.sha256 is no digest, so nothing says what the model was calibrated on")
     if sha256 == data_sha256:
