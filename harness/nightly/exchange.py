@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import hashlib
+import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,6 +30,7 @@ TABLES: Mapping[str, tuple[str, ...]] = {
 }
 """Names of the tables, and their columns; an environment is the JSON of its facts."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the first moment that an archive can name: the same rows are the same bytes
+_DIGEST = "rows_sha256"
 _WROTE = "give a file that harness nightly export wrote"
 T = TypeVar("T")
 
@@ -135,16 +139,26 @@ def _write_parquet(path: Path, rows: Iterable[tuple[Any, ...]]) -> None:
     kinds = {"place": pyarrow.int64(), "value": pyarrow.float64()}
     schema = pyarrow.schema([(name, kinds.get(name, pyarrow.string())) for name in TABLES["readings"]])
     listed = [dict(zip(schema.names, row, strict=True)) for row in rows]
-    parquet.write_table(pyarrow.Table.from_pylist(listed, schema=schema), path)
+    table = pyarrow.Table.from_pylist(listed, schema=schema)
+    table = table.replace_schema_metadata({_DIGEST: _digest(table)})
+    parquet.write_table(table, path, write_page_checksum=True)
+
+
+def _digest(table: Any) -> str:
+    """Of the names of columns and of all values."""
+    return hashlib.sha256(repr([table.column_names, table.to_pydict()]).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _read_parquet(data: bytes) -> list[list[str]]:
     """The rows behind one of names, as a CSV would have them."""
     pyarrow, parquet = _parquet()
     try:
-        table = parquet.read_table(BytesIO(data))
-    except (pyarrow.ArrowInvalid, OSError) as error:
+        table = parquet.read_table(BytesIO(data), page_checksum_verification=True)
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"it is no parquet: {error}") from error
+    noted = (table.schema.metadata or {}).get(_DIGEST.encode())
+    if noted is not None and noted.decode(errors="replace") != _digest(table):  # checksums of pages say nothing of what counts their rows
+        raise ValueError("it is damaged: its rows have another digest than was written with them")
     columns = [[repr(one) if isinstance(one, float) else str(one) for one in column.to_pylist()] for column in table.columns]
     return [table.column_names, *(list(row) for row in zip(*columns, strict=True))]
 
@@ -167,8 +181,12 @@ def _texts(source: Path) -> dict[str, list[list[str]]]:
 
 
 def _unpacked(data: bytes) -> dict[str, bytes]:
-    with zipfile.ZipFile(BytesIO(data)) as packed:
-        return {name: packed.read(f"{name}.csv") for name in TABLES}
+    try:
+        with zipfile.ZipFile(BytesIO(data)) as packed:
+            return {name: packed.read(f"{name}.csv") for name in TABLES}
+    # Of damaged bytes: what cannot be unpacked, a method that nobody knows, a password that is asked for.
+    except (zlib.error, EOFError, NotImplementedError, RuntimeError, struct.error) as error:
+        raise ValueError(f"the archive is damaged: {error}") from error
 
 
 def _where(source: Path, name: str) -> str:
