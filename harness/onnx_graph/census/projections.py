@@ -237,16 +237,28 @@ def _nbits(constants: Constants, node: ir.Node) -> np.ndarray | None:
     bits, size = _number(node, "bits", 4), _number(node, "block_size", 32)
     num_out, num_in = _number(node, "N", 0), _number(node, "K", 0)
     num_blocks = -(-num_in // size)
-    if packed.size * 8 != num_out * num_blocks * size * bits or scales.size != num_out * num_blocks:
+    groups = _groups(constants, node, size, num_in, num_blocks)
+    if packed.size * 8 != num_out * num_blocks * size * bits or scales.size != num_out * num_blocks or groups is None:
         return None  # not the layout that the operator takes, so nothing is known of the matrix
-    codes = _unpack(packed.reshape(num_out, -1), bits).reshape(num_out, -1, size).astype(np.float32)
+    codes = _unpack(packed.reshape(num_out, -1), bits)[:, :num_in].astype(np.float32)
     zero = constants.of(node.inputs[3]) if len(node.inputs) > 3 and node.inputs[3] is not None else None
     shift: Any = float(2 ** (bits - 1))
     if zero is not None:
         unpacked = _unpack(zero.reshape(num_out, -1), bits)[:, :num_blocks] if zero.dtype == np.uint8 else zero.reshape(num_out, num_blocks)
-        shift = unpacked.astype(np.float32)[..., None]
-    matrix = (codes - shift) * scales.reshape(num_out, num_blocks, 1).astype(np.float32)
-    return matrix.reshape(num_out, -1)[:, :num_in].T
+        shift = unpacked.astype(np.float32)[:, groups]
+    return ((codes - shift) * scales.reshape(num_out, num_blocks).astype(np.float32)[:, groups]).T
+
+
+def _groups(constants: Constants, node: ir.Node, size: int, num_in: int, num_blocks: int) -> np.ndarray | None:
+    """The block whose scale each column of codes has: its own, or the one that g_idx names; None where nobody can tell."""
+    if _number(node, "weight_prepacked", 0):
+        return None
+    if len(node.inputs) < 5 or node.inputs[4] is None:
+        return np.arange(num_in) // size
+    given = constants.of(node.inputs[4])
+    if given is None or given.size < num_in or not ((given >= 0) & (given < num_blocks)).all():
+        return None
+    return given.reshape(-1)[:num_in]
 
 
 _READERS: Mapping[str, Callable[[Constants, ir.Node], np.ndarray | None]] = {

@@ -326,6 +326,21 @@ def test_quantized_projections_are_read_as_what_they_mean(attention_graph: onnx.
     kernels = optimize(quantized, "ort-all")
     assert "MatMulNBits" in {node.op_type for node in kernels.graph.node}
     assert (QDQPreserved() & SeparateQKV() & RoleWeights()).check(quantized, kernels).holds, "MatMulNBits holds the same numbers"
+    numbers = np.arange(32, dtype=np.int32) // 16  # the group of each column, as those of GPTQ with an order of activations
+    assert (QDQPreserved() & RoleWeights()).check(quantized, _in_groups(kernels, numbers)).holds
+    for contract in (QDQPreserved(), RoleWeights()):
+        assert contract.check(quantized, _in_groups(kernels, numbers[::-1])).holding is Holding.VIOLATED
+    assert RoleWeights().check(quantized, _in_groups(kernels, numbers + 5)).holding is Holding.NOT_ANALYSED
+
+
+def _in_groups(kernels: onnx.ModelProto, numbers: np.ndarray) -> onnx.ModelProto:
+    graph = onnx.ModelProto()
+    graph.CopyFrom(kernels)
+    graph.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(numbers), "groups"))
+    for node in graph.graph.node:
+        if node.op_type == "MatMulNBits":
+            node.input.extend([""] * (4 - len(node.input)) + ["groups"])
+    return graph
 
 
 def test_numbers_have_a_policy_and_a_limit(attention_graph: onnx.ModelProto) -> None:
