@@ -15,13 +15,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from compressor.atomic import flush, flush_all, reason, remove
 from compressor.conversion.files import Files
 from compressor.conversion.units import Done, Kind, Unit
 from compressor.errors import CheckpointError, ResumeError
 from compressor.model.headers import read_header
 from compressor.pipelines.journal.fingerprint import Fingerprint, changes
-from compressor.pipelines.journal.run_folder import Lines, RunFolder, check_names, header, read_journal, refuse_to_overwrite
+from compressor.pipelines.journal.run_folder import (
+    Lines,
+    RunFolder,
+    check_names,
+    header,
+    of_another_version,
+    read_journal,
+    refuse_to_overwrite,
+)
 
 _SECONDS = 1.0  # between two lines of the journal, each of which is flushed to the disk
 _READ_BYTES = 1 << 22
@@ -131,6 +141,7 @@ class PartialRun:
 
         Raises:
             CheckpointError: the disk has no room for the rest.
+            ResumeError: another version of this package noted it.
         """
         self._total = len(units)
         self._check_room()
@@ -139,7 +150,10 @@ class PartialRun:
             flush_all(self.checkpoint)
             self._lines = Lines.create(self._folder.journal, header(self._identity, "", output_dir))
             return {}
-        noted = [Done.model_validate(one) for entry in self._lines.entries[1:] for one in entry["done"]]
+        try:
+            noted = [Done.model_validate(one) for entry in self._lines.entries[1:] for one in entry["done"]]
+        except ValidationError as error:
+            raise of_another_version(self._folder.path) from error
         found = {(done.kind, done.name): done for done in noted}
         whole = {key: found[key] for unit in units if (key := (unit.kind, unit.name)) in found and self._stands(unit, found[key])}
         self._num_noted = len(whole)

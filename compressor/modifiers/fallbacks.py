@@ -11,6 +11,25 @@ from compressor.lifecycle import Modifier, State
 from compressor.lifecycle.state import StageValue
 
 
+def kept_number(memory: Mapping[str, StageValue], name: str) -> int:
+    """Read a number of what a stage has kept.
+
+    Args:
+        memory: of the stage.
+        name: of the number.
+
+    Returns:
+        It.
+
+    Raises:
+        ResumeError: it is not there, or no number.
+    """
+    number = memory.get(name)
+    if not isinstance(number, int):
+        raise ResumeError(f"{name}: the run folder holds {number!r}, no number; remove the run folder to start over")
+    return number
+
+
 class WithFallbacks(Modifier):
     """A modifier whose modules may fall back.
 
@@ -39,10 +58,7 @@ class WithFallbacks(Modifier):
         Raises:
             ResumeError: it holds no number.
         """
-        num_fallbacks = memory["num_fallbacks"]
-        if not isinstance(num_fallbacks, int):
-            raise ResumeError(f"num_fallbacks: the run folder holds {num_fallbacks!r}, no number; remove the run folder to start over")
-        self._num_fallbacks = num_fallbacks
+        self._num_fallbacks = kept_number(memory, "num_fallbacks")
 
     def fall_back(self, state: State, name: str, kind: str, detail: str) -> None:
         """Count a fallback to a simpler algorithm; beyond the budget it is an error.

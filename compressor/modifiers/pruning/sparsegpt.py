@@ -17,6 +17,7 @@ from compressor.errors import NumericsError, RecipeError
 from compressor.lifecycle import BaseStream, CalibrationNeed, Event, FinishedStage, State
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import StageValue
+from compressor.modifiers.fallbacks import kept_number
 from compressor.modifiers.own_forwards import mean_squares
 from compressor.modifiers.pruning.calibrated import CalibratedPruningModifier, dead_input
 from compressor.modifiers.pruning.masks import weight_rows
@@ -145,7 +146,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
         for name in [name for name in stage.modules if name in self._pending]:
             self.remove_hooks(self._handles_of.pop(name, []))
             del self._pending[name]
-            self._zeros[name] = int(stage.memory[name])
+            self._zeros[name] = kept_number(stage.memory, name)
         self.restore_fallbacks(stage.memory)
 
     def _watch(self, name: str, hook: InputHook) -> None:

@@ -22,6 +22,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from compressor.atomic import flush, own_names, real_path, reason, remove, whole_file
@@ -31,6 +32,16 @@ _SUFFIX = ".partial-run"
 _LOCK, JOURNAL = "lock", "journal.jsonl"
 _FORMAT = 1
 _CHECKPOINT, _EMPTY = "checkpoint", "empty"
+# What lines of each kind hold; those of a conversion, which names what it counts, are "parts".
+_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "run": frozenset({"fingerprint", "token", "output_dir"}),
+        "stage": frozenset({"index", "name", "total", "modules", "file", "sha256", "tensors", "report", "memories"}),
+        "parts": frozenset({"total", "finished", "done"}),
+        "end": frozenset({"uncalled", "notes", "sha256"}),
+        "done": frozenset(),
+    }
+)
 _OWN_NAMES = own_names(rf"{_LOCK}|{_CHECKPOINT}|{_EMPTY}", rf"{re.escape(JOURNAL)}|(stage-\d+|end)\.safetensors")
 
 
@@ -227,17 +238,36 @@ def read_journal(path: Path) -> Lines | None:
         The journal; None where there is nothing to resume.
 
     Raises:
-        ResumeError: it is damaged, or gone while stages are still there.
+        ResumeError: it is damaged, of another version, or gone while stages are still there.
     """
     if (path / JOURNAL).exists():
         journal = Lines.read(path / JOURNAL)
-        if journal.entries[0].get("format") != _FORMAT:
-            raise ResumeError(f"{path}: was written by another version of this package; finish the run with that one, or remove the folder")
+        _check_layout(path, journal)
         return None if journal.entries[-1]["kind"] == "done" else journal
     stages = sorted(path.glob("stage-*.safetensors"))
     if stages:
         raise ResumeError(f"{path / JOURNAL}: is gone, though {stages[0].name} is there; restore the file, or remove {path} to start over")
     return None
+
+
+def _check_layout(path: Path, journal: Lines) -> None:
+    """Refuse lines that lack what is read of them, before anything is."""
+    kinds = [str(entry.get("what", entry.get("kind"))) for entry in journal.entries]
+    fits = [kind in _KEYS and _KEYS[kind] | {"kind"} <= entry.keys() for kind, entry in zip(kinds, journal.entries, strict=True)]
+    if journal.entries[0].get("format") != _FORMAT or kinds[0] != "run" or not all(fits):
+        raise of_another_version(path)
+
+
+def of_another_version(path: Path | str) -> ResumeError:
+    """Say that a run folder holds what this version does not read.
+
+    Args:
+        path: of the folder, or what of it is meant.
+
+    Returns:
+        The error.
+    """
+    return ResumeError(f"{path}: was written by another version of this package; finish the run with that one, or remove the folder")
 
 
 def refuse_to_overwrite(path: Path, journal: Lines) -> None:

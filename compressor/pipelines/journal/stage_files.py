@@ -24,6 +24,7 @@ from compressor.lifecycle import Fallback, ModuleRecord, Report, State
 from compressor.lifecycle.state import StageValue
 from compressor.nn import QuantizedLayer
 from compressor.pages import equal_bytes, raw_bytes
+from compressor.pipelines.journal.run_folder import of_another_version
 from compressor.random_state import RandomState
 
 _TENSOR, _RANDOM, _MEMORY = "model:", "random:", "modifier:"
@@ -188,15 +189,27 @@ def add_report(report: Report, kept: Mapping[str, Sequence[Any]]) -> None:
     Args:
         report: of this run.
         kept: what `report_since` gave.
+
+    Raises:
+        ResumeError: another version of this package gave it.
     """
+    if kept.keys() != _REPORT_ITEMS.keys():
+        raise of_another_version("what a stage reported")
     for field, items in kept.items():
         target = getattr(report, field)
         for item in items:
-            made = _REPORT_ITEMS[field](**item) if isinstance(item, dict) else item
+            made = _made(_REPORT_ITEMS[field], item) if isinstance(item, dict) else item
             if isinstance(target, dict):
                 target[made.name] = made
             else:
                 target.append(made)
+
+
+def _made(kind: Callable[..., Any], item: Mapping[str, Any]) -> Any:
+    """A default would stand for what an older layout does not tell."""
+    if is_dataclass(kind) and item.keys() != {field.name for field in fields(kind)}:
+        raise of_another_version(f"what a stage reported of {item.get('name', item.get('module'))}")
+    return kind(**item)
 
 
 def _items(report: Report) -> dict[str, dict[Any, Any]]:

@@ -23,6 +23,7 @@ from compressor import model_free
 from compressor.cli.main import main
 from compressor.conversion import workers
 from compressor.errors import CheckpointError, CompressorError, ModelError, NumericsError, OutputError, ResumeError, UserInputError
+from compressor.pipelines.journal.run_folder import Lines
 
 Folders = Callable[[str], Path]
 _ASKED: dict[str, Any] = {"scheme": "NVFP4A16", "ignore": ["lm_head"]}
@@ -81,6 +82,24 @@ def test_a_run_goes_on_wherever_it_stopped(
         result = model_free(base("dense"), output_dir=out, resume=True, **_ASKED)
         assert not run.exists() and differences(out, wanted) == []
         assert result.resumed is None or result.resumed.startswith("resumed after ")
+
+
+def test_a_line_that_lacks_any_key_is_refused(base: Folders, tmp_path: Path) -> None:
+    """As another version of this package may have written it."""
+    out, run = tmp_path / "made", tmp_path / "made.partial-run"
+    with pytest.raises(_Stop):
+        model_free(base("dense"), output_dir=out, progress=_Bar(3), **_ASKED)
+    first, parts = Lines.read(run / "journal.jsonl").entries
+    done = parts["done"]
+    for changed in (
+        *({key: value for key, value in parts.items() if key != lost} for lost in parts),  # one of them says "parts"
+        *({**parts, "done": [{key: value for key, value in done[0].items() if key != lost}, *done[1:]]} for lost in ("kind", "name")),
+    ):
+        Lines.create(run / "journal.jsonl", first).append(changed)
+        with pytest.raises(ResumeError, match="another version of this package"):
+            model_free(base("dense"), output_dir=out, resume=True, **_ASKED)
+    Lines.create(run / "journal.jsonl", first).append(parts)
+    assert model_free(base("dense"), output_dir=out, resume=True, **_ASKED).resumed is not None
 
 
 def _damage_header(folder: Path) -> None:
