@@ -92,6 +92,19 @@ class Memory(NamedTuple):
     doing: Literal["compress", "train"] = "compress"
 
 
+def together(costs: Sequence[Cost]) -> Cost:
+    """Return the cost of algorithms that work on the same weights, one after the other, each with statistics of its own.
+
+    Args:
+        costs: of each; at least one.
+
+    Returns:
+        The cost: statistics lie beside each other, working memory does not.
+    """
+    sums = Cost(*map(sum, zip(*costs, strict=True)))
+    return sums._replace(working_bytes=max(cost.working_bytes for cost in costs))
+
+
 def rounding_cost(rows: Sequence[int], columns: int, element_bytes: int) -> Cost:
     """Return the cost of round-to-nearest, one weight after the other.
 

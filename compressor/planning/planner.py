@@ -417,7 +417,8 @@ def _targets(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[dict[s
             elif module.reason is None:
                 both = replace(module if schemes else known.module, scheme=f"{known.module.scheme}, {module.scheme}")
                 scheme = schemes.get(module.name, known.scheme)
-                planned[module.name] = Target(both, scheme, modifier if schemes else known.modifier)
+                last, other = (modifier, known.modifier) if schemes else (known.modifier, modifier)
+                planned[module.name] = Target(both, scheme, last, (*known.others, other))
     changed = {name: target for name, target in planned.items() if target.module.reason is None}
     return changed, [target.module for target in planned.values() if target.module.reason is not None]
 

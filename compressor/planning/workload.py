@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from compressor.algorithms.costs import Cost, Memory, Work, rounding_cost
+from compressor.algorithms.costs import Cost, Memory, Work, rounding_cost, together
 from compressor.data.collate import tokens_at_once
 from compressor.lifecycle import BaseStream, Modifier, PlannedModule
 from compressor.model.targets import ends_of, outward
@@ -119,11 +119,19 @@ class Batches:
 
 @dataclass(frozen=True)
 class Target:
-    """One module that the recipe changes: what its modifier planned, its scheme, and how to ask for its cost."""
+    """One module that the recipe changes: what its modifier planned, its scheme, and how to ask for its cost.
+
+    Attributes:
+        module: as planned.
+        scheme: of its weight; None where it is only pruned.
+        modifier: that makes it what it is in the end.
+        others: that change it before.
+    """
 
     module: PlannedModule
     scheme: QuantizationScheme | None
     modifier: object
+    others: tuple[object, ...] = ()
 
     def number(self, key: str) -> int:
         """Return one of the numbers that the modifier planned with."""
@@ -238,9 +246,9 @@ def _cost(members: Sequence[Target], num_tokens: int, has_base_stream: bool) -> 
     first = members[0]
     rows, columns = [member.number("rows") for member in members], first.number("columns")
     element_bytes = first.number("bytes_before") // max(1, rows[0] * columns)
-    if isinstance(first.modifier, Costed):
-        return first.modifier.cost(first.scheme, rows, columns, element_bytes, num_tokens, has_base_stream)
-    return rounding_cost(rows, columns, element_bytes)
+    asked = [one for one in (first.modifier, *first.others) if isinstance(one, Costed)]
+    costs = [one.cost(first.scheme, rows, columns, element_bytes, num_tokens, has_base_stream) for one in asked]
+    return together(costs) if costs else rounding_cost(rows, columns, element_bytes)
 
 
 def guess_footprints(layers: Mapping[str, Sequence[Target]], batches: Batches) -> list[Footprint]:

@@ -261,10 +261,15 @@ def check_enough(model: nn.Module, count: ExpertCount) -> None:
     Raises:
         ModelError: fewer stay.
     """
+    for name, value in chosen_for_each(model, count).items():
+        if value > count.fewer:
+            raise ModelError(_too_few(model, count, f"{name} is {value}"))
+
+
+def chosen_for_each(model: nn.Module, count: ExpertCount) -> dict[str, int]:
+    """Return what a config says of how many experts a router chooses for a token, by the name of the setting."""
     own = vars(count.holder(model.config))
-    chosen = {name: value for name, value in own.items() if _CHOSEN.search(name) and type(value) is int and value > count.fewer}
-    for name, value in chosen.items():
-        raise ModelError(_too_few(model, count, f"{name} is {value}"))
+    return {name: value for name, value in own.items() if _CHOSEN.search(name) and type(value) is int}
 
 
 def _too_few(model: nn.Module, count: ExpertCount, why: str) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.algorithms.costs import FLOAT32_BYTES, Memory
 from compressor.algorithms.pruning.refit import SentTokens, refit
 from compressor.data.collate import ALL_COUNTED
 from compressor.errors import ModelError
 from compressor.lifecycle import State
 from compressor.model.evaluation import evaluation_mode
-from compressor.modifiers.pruning.expert_count import ExpertCount, routing_of
+from compressor.modifiers.pruning.expert_count import ExpertCount, chosen_for_each, routing_of
 from compressor.nn.experts import UnfusedExperts
 
 MAX_TOKENS = 32768  # of each layer, drawn from all batches
@@ -74,6 +75,29 @@ def kept_frac(model: nn.Module, count: ExpertCount, num_tokens: int) -> float:
     num_columns = next(experts.experts()).get_submodule(experts.layout.down).get_parameter("weight").shape[0]
     room = min(MAX_TOKENS, _MAX_BYTES // (2 * 4 * num_columns * len(count.layers)))
     return min(1.0, room / max(1, num_tokens))
+
+
+def refit_memory(model: nn.Module, count: ExpertCount, num_tokens: int) -> Memory:
+    """Say what refitting takes: what is kept of all layers, and of one layer what its experts are sent and what they shall give.
+
+    Args:
+        model: with or without values, and with all experts or fewer.
+        count: of it.
+        num_tokens: of the data.
+
+    Returns:
+        The memory; new weights are tensors of their own.
+    """
+    experts = model.get_submodule(count.layers[0])
+    assert isinstance(experts, UnfusedExperts)
+    weight = next(experts.experts()).get_submodule(experts.layout.down).get_parameter("weight")
+    (columns, inner), num_layers = weight.shape, len(count.layers)
+    tokens = math.ceil(kept_frac(model, count, num_tokens) * num_tokens)
+    chosen = min(count.fewer, max(chosen_for_each(model, count).values(), default=count.fewer))
+    new = weight.element_size() * num_layers + 2 * FLOAT32_BYTES  # of one layer also what it moves by, and the sums
+    # Joined inputs and outputs, and of each those that are fitted or the difference; what experts are sent, plain and weighted.
+    working = FLOAT32_BYTES * tokens * (5 * columns + 2 * chosen * inner) + new * count.fewer * columns * inner
+    return Memory(kept_bytes=2 * FLOAT32_BYTES * tokens * columns * num_layers, working_bytes=working)
 
 
 @contextmanager

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr, field_validator
 from torch import Tensor, nn
 
+from compressor.algorithms.costs import Memory, Work
 from compressor.algorithms.pruning.reap import ExpertSaliency, kept_experts, lost_share
 from compressor.atomic import check_output_file, write_whole
 from compressor.data.collate import ALL_COUNTED
@@ -32,7 +34,7 @@ from compressor.modifiers.pruning.expert_count import (
     possible_groups,
     try_routing,
 )
-from compressor.modifiers.pruning.expert_refit import SeenLayer, blocks_of, kept_frac, layer_seen, refit_layer
+from compressor.modifiers.pruning.expert_refit import SeenLayer, blocks_of, kept_frac, layer_seen, refit_layer, refit_memory
 from compressor.nn.experts import UnfusedExperts
 
 
@@ -59,6 +61,7 @@ class REAPPruningModifier(Modifier):
     report_path: str | None = None
 
     _kept: dict[str, list[int]] = PrivateAttr(default_factory=dict)
+    _planned: Callable[[int], Memory] | None = PrivateAttr(default=None)  # by the tokens of the data
 
     @field_validator("ignore", mode="before")
     @classmethod
@@ -131,6 +134,11 @@ class REAPPruningModifier(Modifier):
         check_enough(state.model, count)
         self._to_refit(state.model, count)
         choose_experts(state, count, {layer: range(count.fewer) for layer in count.layers})
+        self._planned = partial(refit_memory, state.model, count) if self.refit else None
+
+    def own_memory(self, work: Work) -> Memory:
+        """Say what it takes beside forwards, once a plan has reshaped the model: what a refit keeps of all layers, and one layer of it."""
+        return Memory() if self._planned is None else self._planned(work.num_samples * work.num_tokens)
 
     def forwards_of_training(self, num_samples: int) -> float:
         """Say what it costs beside the stages.

@@ -218,3 +218,33 @@ def test_memory_of_what_learns_or_searches_is_planned(name: str) -> None:
     case = {"name": name, "config": config, "class": "LlamaForCausalLM", "recipe": {"a_modifiers": LEARNING[name]}, "dtype": "float32"}
     (result,) = run_cases([{**case, "num_samples": 32, "seq_len": 128}])
     assert result["estimate"]["peak_bytes"] == pytest.approx(result["peak_bytes"], rel=TOLERANCE)
+
+
+_MOE = {**_SIZES, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
+_HALF = {"sparsity": 0.5, "ignore": ["lm_head"]}
+BESIDE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sparsegpt and gptq": ("LlamaForCausalLM", _SIZES, {"SparseGPTModifier": _HALF, "GPTQModifier": _INT4}),
+    "wanda and gptq": ("LlamaForCausalLM", _SIZES, {"WandaPruningModifier": _HALF, "GPTQModifier": _INT4}),
+    "reap": ("Qwen3MoeForCausalLM", _MOE, {"REAPPruningModifier": {"sparsity": 0.25}}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_memory_of_what_prunes_is_planned(name: str) -> None:
+    """Two modifiers with statistics of the same inputs, and layers that are kept to refit experts: it was two thirds of that."""
+    kind, sizes, modifiers = BESIDE[name]
+    config = {**sizes, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    case = {"name": name, "config": config, "class": kind, "recipe": {"a_modifiers": modifiers}, "dtype": "float32"}
+    (result,) = run_cases([{**case, "num_samples": 32, "seq_len": 128}])
+    assert result["estimate"]["peak_bytes"] == pytest.approx(result["peak_bytes"], rel=TOLERANCE)
+
+
+def test_modifiers_of_one_weight_have_statistics_each() -> None:
+    model = tiny.llama()
+
+    def statistics(*recipe: Any) -> int:
+        made = compressor.plan(model, recipe=list(recipe), num_calibration_samples=16, max_seq_length=12)
+        return max(stage.statistics_bytes for stage in made.estimate.stages)
+
+    pruning = SparseGPTModifier(sparsity=0.5, ignore=["lm_head"])
+    assert statistics(pruning.model_copy(), gptq()) == statistics(pruning) + statistics(gptq())
