@@ -33,7 +33,7 @@ from compressor.pipelines.journal import NullJournal, StageJournal
 from compressor.pipelines.memory import memory_explained, return_freed_pages
 from compressor.pipelines.offload.activation_store import open_store
 from compressor.pipelines.offload.onload import OnloadedWeights, WeightsByStretch, weights_by_stretch
-from compressor.pipelines.settings import SequentialSettings, around_watched, calibrated_whole, check_base_stream, cut_at_inputs
+from compressor.pipelines.settings import SequentialSettings, around_watched, check_base_stream, cut_at_inputs, whole_notes
 from compressor.progress import Progress, Task
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
 from compressor.tracing.graph.nodes import one_line
@@ -227,7 +227,7 @@ def _trace(
         found = plan(cut_at_inputs(state.model, watched, layers), "graph", "input")
         blind = _blind(state, watched, found.uncalled, settings.targets)
         if not blind or settings.passes == "one":
-            _note_whole(session, watched)
+            state.report.notes += whole_notes(state.model, _watched_by(session, watched))
             return found, True
         # Whether a layer may do without statistics of a module inside is for the modifiers to say, who have a budget for that.
         raise TracingError(f"no batch calls {some(blind)}")
@@ -357,16 +357,10 @@ def _outside_calls(state: State, cut: Partition) -> Iterator[dict[str, None]]:
         yield called
 
 
-def _note_whole(session: Session, watched: Watched) -> None:
-    """Say which modules see nothing of the error of those before them in their layer, and which modifier has it so."""
-    whole = calibrated_whole(session.state.model, watched)
-    modules = {id(session.state.model.get_submodule(name)) for name in whole}
-    asking = [one.label for one in session.modifiers if any(id(module) in modules for module, _ in one.hooked_modules())]
-    if whole:
-        session.state.report.notes.append(
-            f"{' and '.join(asking)}: {some(whole)} were calibrated as a whole, for what they take or give is learned from, too; what was "
-            f"learned of {some([name for inside in whole.values() for name in inside])} in there saw no error of those before them in it"
-        )
+def _watched_by(session: Session, watched: Watched) -> dict[str, list[str]]:
+    """Which of these modules each modifier watches, by its label."""
+    names = {session.state.model.get_submodule(name): name for name in watched}
+    return {one.label: [names[module] for module, _ in one.hooked_modules() if module in names] for one in session.modifiers}
 
 
 def _note_late(state: State, names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_args
@@ -11,6 +11,7 @@ from torch import nn
 
 from compressor.errors import TargetError, TracingError
 from compressor.lifecycle import Modifier
+from compressor.model.folder import some
 from compressor.model.targets import outward
 from compressor.nn.attention.kv_cache import attention_modules
 from compressor.nn.experts import Expert, UnfusedExperts
@@ -193,6 +194,26 @@ def calibrated_whole(model: nn.Module, watched: Collection[str]) -> dict[str, li
         if name != around and around in watched:
             found.setdefault(around, []).append(name)
     return found
+
+
+def whole_notes(model: nn.Module, watched_by: Mapping[str, Collection[str]]) -> list[str]:
+    """Say which modules see nothing of the error of those before them in their layer in one pass, and which modifier has it so.
+
+    Args:
+        model: of the run.
+        watched_by: dotted names of the modules that carry calibration hooks, by the label of the modifier.
+
+    Returns:
+        A note, or none.
+    """
+    whole = calibrated_whole(model, set().union(*watched_by.values()))
+    if not whole:
+        return []
+    asking = [label for label, names in watched_by.items() if not whole.keys().isdisjoint(names)]
+    return [
+        f"{' and '.join(asking)}: {some(whole)} were calibrated as a whole, for what they take or give is learned from, too; what was "
+        f"learned of {some([name for inside in whole.values() for name in inside])} in there saw no error of those before them in it"
+    ]
 
 
 def around_watched(model: nn.Module, watched: Collection[str], layers: Partition) -> Partition:

@@ -40,7 +40,7 @@ from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import NOT_BY_LAYERS, SequentialSettings, choose_pipeline, pipeline_that_runs
 from compressor.pipelines.calibration_mode import calibration_mode
-from compressor.pipelines.settings import around_watched, cut_at_inputs, expert_targets
+from compressor.pipelines.settings import around_watched, cut_at_inputs, expert_targets, whole_notes
 from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
@@ -234,7 +234,7 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
             experts.restore()
     fit = None if device_bytes is None else fit_into(device_bytes, made.estimate)
     unlike = (f"{NOT_BY_LAYERS}, so they are not run so",) if asked != chosen else ()
-    made = replace(made, attention=attention, unwritable=unwritable, notes=(*found, *tried, *unlike, *notes))
+    made = replace(made, attention=attention, unwritable=unwritable, notes=(*found, *tried, *unlike, *notes, *made.notes))
     return replace(made, ranks=settings.ranks, timed_on=device.type, fit=fit)
 
 
@@ -384,8 +384,10 @@ def _made(
     for modifier in turning:
         for name, flops in modifier.online_flops(skeleton).items():
             online[name] = online.get(name, 0.0) + flops
+    notes = whole_notes(skeleton, {one.label: one.watches(skeleton) for one in parsed.modifiers}) if runs_once else []
     words = _in_words(chosen, stops, setting, looks_itself=bool(trained))
-    return Plan(modules, skipped, chosen, layers, words, estimate, online=online, online_share=_share_of_products(skeleton, online))
+    share = _share_of_products(skeleton, online)
+    return Plan(modules, skipped, chosen, layers, words, estimate, online=online, online_share=share, notes=tuple(notes))
 
 
 def _share_of_products(skeleton: nn.Module, online: Mapping[str, float]) -> float:

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from compressor import load_compressed, oneshot
+from compressor import load_compressed, oneshot, plan
 from compressor.algorithms.autoround import LearnedRounding
 from compressor.errors import CalibrationError, NumericsError, TracingError
 from compressor.numerics import QuantizationArgs, dequantize, quantize, weight_qparams
@@ -381,6 +381,8 @@ def test_what_is_pruned_beside_it_is_pruned_block_by_block_and_said(
     result = oneshot(llama(), recipe={**pruner, **recipe(**learning)}, dataset=TOKENS)
     notes = result.report.notes
     assert is_said is any(WHOLE in note for note in notes), notes
+    planned = plan(llama(), recipe={**pruner, **recipe(**learning)}, num_calibration_samples=len(TOKENS), max_seq_length=24)
+    assert [note for note in planned.notes if WHOLE in note] == [note for note in notes if WHOLE in note]
 
 
 def group(targets: str) -> dict[str, Any]:
