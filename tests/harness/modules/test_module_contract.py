@@ -338,6 +338,27 @@ class KeepsItsWeightUntilOneIsLoaded(KeepsItsFirstWeight):
         super()._load_from_state_dict(*given)
 
 
+class MakesABufferInItsFirstCall(Layer):
+    """As torch has it: a buffer that is None is in no state dict, and one with a value is state."""
+
+    scale: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = self.weight.detach().abs().amax()
+        return super().forward(input) / self.scale
+
+
+class ForgetsOnLoadingTheBufferOfItsFirstCall(MakesABufferInItsFirstCall):
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        state = {key: self.scale.clone() if key == prefix + "scale" and self.scale is not None else value for key, value in state.items()}
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
 class ComputesInABoundMethod(Layer):
     """A copy of a bound method belongs to the copy."""
 
@@ -455,6 +476,7 @@ PLANTED: dict[type[nn.Module], str] = {
     SavesAnObject: "no_pickling",
     ComputesInAClosure: "deepcopy",
     KeepsItsFirstWeight: "state_dict_round_trip",
+    ForgetsOnLoadingTheBufferOfItsFirstCall: "state_dict_round_trip",
     SwitchesGradientsOn: "surroundings",
     SetsTheDefaultDtype: "surroundings",
     FreezesItsWeight: "surroundings",
@@ -513,6 +535,7 @@ def test_every_check_has_a_planted_bug() -> None:
         (nn.MultiheadAttention(FEATURES, 2), (inputs_of(),) * 3),
         (nn.Bilinear(FEATURES, FEATURES, 2), (inputs_of(), inputs_of())),
         (KeepsItsWeightUntilOneIsLoaded(), inputs_of()),
+        (MakesABufferInItsFirstCall(), inputs_of()),
         (ComputesInABoundMethod(), inputs_of()),
         (ComputesWithoutGradientsForATime(), inputs_of()),
         (torch.fx.symbolic_trace(nn.Sequential(nn.Linear(FEATURES, 2))), inputs_of()),
