@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import copy
 import functools
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -128,7 +129,9 @@ class ModuleValues:
 
 @contextlib.contextmanager
 def values_kept(module: nn.Module) -> Iterator[None]:
-    """Take back all data that is set inside on a module, and on modules in it; set-up stays, see `ModuleValues`.
+    """Take back all data that is set inside on a module, and on modules in it, and what containers there hold; set-up stays.
+
+    See `ModuleValues`.
 
     Args:
         module: that is called inside.
@@ -138,6 +141,8 @@ def values_kept(module: nn.Module) -> Iterator[None]:
     """
     tables = [table for part in module.modules() for table in (vars(part), part._buffers)]
     kept = [dict(table) for table in tables]
+    data = (value for table in kept for name, value in table.items() if name not in _TORCH_S)
+    contents = [(one, _contents(one)) for one in _containers(data)]
     try:
         yield
     finally:
@@ -148,6 +153,44 @@ def values_kept(module: nn.Module) -> Iterator[None]:
                 elif _is_data(table[name]):
                     del table[name]
             table.update((name, before[name]) for name in before.keys() - table.keys())
+        for container, held in contents:
+            now = _contents(container)
+            if len(now) != len(held) or any(one is not other for one, other in zip(now, held, strict=True)):
+                _refill(container, held)
+
+
+_TORCH_S = frozenset(vars(nn.Module()))  # tables of hooks, parameters, modules: no data of the author
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    """Find plain containers that can change, those within each other included, each once."""
+    found: dict[int, Any] = {}
+    left = list(values)
+    while left:
+        value = left.pop()
+        if type(value) is tuple:
+            left += value
+        elif type(value) in _CHANGING and id(value) not in found:
+            found[id(value)] = value
+            left += value.values() if isinstance(value, dict) else value
+    return list(found.values())
+
+
+_CHANGING = (list, dict, set, OrderedDict, defaultdict, deque)
+
+
+def _contents(container: Any) -> list[Any]:
+    return [part for pair in container.items() for part in pair] if isinstance(container, dict) else list(container)
+
+
+def _refill(container: Any, contents: list[Any]) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(contents[::2], contents[1::2], strict=True))
+    elif isinstance(container, set):
+        container.update(contents)
+    else:
+        container.extend(contents)
 
 
 def _held_by(value: Any) -> Iterable[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import deque
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from compressor import AutoRoundModifier, QuantizationModifier, oneshot
+from compressor.tracing.targets.sample_state import values_kept
 
 INT8 = {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}}, "ignore": ["head"]}
 
@@ -52,3 +54,54 @@ def test_learning_leaves_what_a_block_keeps(target: Literal["base", "propagated"
     with torch.no_grad():
         x, y = Counting().eval().layers[0](model.embed(ids)), rounded.layers[0](model.embed(ids))
     assert losses[0] == pytest.approx(float((x - y).square().sum()), rel=1e-3)  # of a first call, and not of one that comes later
+
+
+class Filling(Block):
+    """It begins anew with what it has filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, Any] = {"calls": [], "recent": deque(maxlen=3), "names": set(), "kept": ({"first": 0},)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held["calls"].append(len(x))
+        self.held["recent"].append(x.detach())
+        self.held["names"].add("x")
+        self.held["kept"][0]["first"] += 1
+        self.held["last"] = x.detach()
+        return x + self.down(torch.relu(self.up(x))) * (1.0 if len(self.held["calls"]) == 1 else 0.5)
+
+
+def test_calls_of_a_block_take_back_what_they_put_into_containers() -> None:
+    block = Filling().eval()
+    containers, x = dict(block.held), torch.randn(2, 3, 16)
+    expected = Filling()
+    expected.load_state_dict(block.state_dict())
+    first = expected(x)
+    for _ in range(2):
+        with values_kept(block):
+            assert torch.equal(block(x), first)
+        assert block.held == {"calls": [], "recent": deque(), "names": set(), "kept": ({"first": 0},)}
+    assert all(block.held[name] is container for name, container in containers.items())  # others may hold them, too
+
+
+class Logging(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(len(x))
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_learning_leaves_what_forwards_put_into_containers() -> None:
+    """However many calls are made to learn; forwards of the run itself are the model's own."""
+    ids = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(0))
+    counts = []
+    for iters in (1, 5):
+        model = Counting().eval()
+        model.layers = nn.ModuleList(Logging() for _ in range(2)).eval()
+        oneshot(model, recipe=AutoRoundModifier(iters=iters, target="base", **INT8), dataset=ids)  # type: ignore[arg-type]
+        counts.append([len(layer.log) for layer in model.layers])  # type: ignore[arg-type]
+    assert counts[0] == counts[1]
