@@ -219,8 +219,16 @@ def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | typ
             else:
                 model = loader._from_config(parsed, dtype=dtype)
     except LOAD_ERRORS as error:
-        raise ModelError(f"{folder}: its config gives no model ({one_line(error)}); check config.json or name model_class") from error
+        raise ModelError(
+            f"{folder}: its config gives no model ({one_line(error)}); check config.json, or name model_class{_said_class(config)}"
+        ) from error
     return model
+
+
+def _said_class(config: Mapping[str, Any]) -> str:
+    """Which class a folder was saved from, as words behind a remedy."""
+    named = config.get("architectures")
+    return f" (config.json says model_class={named[0]!r})" if isinstance(named, list) and named else ""
 
 
 def _split_fused(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -277,11 +285,9 @@ def _fill(model: nn.Module, tensors: dict[str, Tensor], split: Mapping[str, Tens
     missing = [key for key in state if key not in found and ties.get(key) not in found]
     for fault, names in (("missing", missing), ("of another shape or dtype than config.json says", wrong), ("left over", list(tensors))):
         if names:
-            named = config.get("architectures")
-            said = f" (config.json says model_class={named[0]!r})" if isinstance(named, list) and named else ""
             raise ModelError(
                 f"{folder}: {len(names)} tensors are {fault} ({some(names)}); restore the folder, "
-                f"or name the class they belong to from Python{said}"
+                f"or name the class they belong to from Python{_said_class(config)}"
             )
     model.load_state_dict(found, strict=False, assign=True)
     if any(key not in found for key in ties):

@@ -581,6 +581,17 @@ def test_a_checkpoint_of_another_class_is_answered_with_that_class(name, head, t
         assert (tmp_path / "again" / written).read_bytes() == (tmp_path / "out" / written).read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:transformers does not load quantized layers of Dinov2Model")
+def test_a_checkpoint_of_which_the_default_class_makes_no_model_is_answered_with_its_class(tmp_path):
+    from transformers import Dinov2Config, Dinov2Model
+
+    config = Dinov2Config(hidden_size=128, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=8)
+    oneshot(Dinov2Model(config).eval(), recipe=recipe("W8A16", ignore=[]), output_dir=tmp_path / "out")
+    with pytest.raises(ModelError, match=r"its config gives no model .*name model_class \(config.json says model_class='Dinov2Model'\)"):
+        load_compressed(tmp_path / "out")
+    assert type(load_compressed(tmp_path / "out", model_class="Dinov2Model")) is Dinov2Model
+
+
 @pytest.mark.parametrize("load", [load_model, load_empty])
 def test_a_base_of_another_class_is_answered_with_that_class(load, tmp_path):
     from transformers import BertForMaskedLM
