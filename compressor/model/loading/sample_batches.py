@@ -7,6 +7,7 @@ as many placeholder tokens as its tower gives features, and only the tower knows
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -321,6 +322,8 @@ def _with_placeholders(maker: _Maker, rows: int, length: int, token: int, num: i
 
 
 def _audio(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Tensor]:
+    if maker.takes("input_values_cutoffs"):
+        return _coded(maker, rows, length)
     if maker.takes("input_values"):
         return {"input_values": _waveform(maker, rows)} | maker.decoder_batch(rows, length // 2)
     frames = 2 * int(maker.setting("max_source_positions", default=8 * length))
@@ -332,6 +335,18 @@ def _audio(maker: _Maker, rows: int, length: int, padded: bool) -> dict[str, Ten
     if maker.takes("decoder_input_ids"):
         inputs["decoder_input_ids"] = maker.tokens(rows, length // 2)
     return inputs
+
+
+def _coded(maker: _Maker, rows: int, length: int) -> dict[str, Tensor]:
+    """Samples of two frames of a codec inside, whose codes take the places of tokens (CSM); a sound ends where its cutoff says."""
+    codec, token = getattr(maker.model, "codec_model", None), maker.placeholder("audio")
+    if codec is None or token is None:
+        raise ModelError(f"{type(maker.model).__name__}: has no codec_model, or no token for sound, so none can be made; {_REMEDY}")
+    values = maker.normal(rows, 1, math.ceil(2 * codec.config.sampling_rate / codec.config.frame_rate))
+    with torch.no_grad():
+        per_row = codec.encode(values).audio_codes.shape[-1]
+    sound = {"input_values": values, "input_values_cutoffs": torch.full((rows, 1), values.shape[-1], dtype=torch.int64)}
+    return _with_placeholders(maker, rows, length, token, per_row, "audio") | sound
 
 
 def _spectrogram(maker: _Maker, rows: int, frames: int) -> dict[str, Tensor]:
