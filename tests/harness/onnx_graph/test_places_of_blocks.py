@@ -42,7 +42,18 @@ def test_towers_that_exchange_their_inputs_are_told() -> None:
     assert RoleWeights().check(_towers("a", "b"), _towers("a", "b")).holds
 
 
-def test_nobody_knows_how_often_the_body_of_a_loop_runs() -> None:
-    for after in (_loop(2), _loop(3)):
-        result = SameBlockCount().check(_loop(3), after)
+def _plain() -> onnx.ModelProto:
+    return _model(ATTENTION.format(x="a", w="e", t="y"), "e", "a", "y")
+
+
+def _branches() -> onnx.ModelProto:
+    """The same attention in both branches, of which one runs."""
+    branch = "{0} = {0}() => (float[1, 5, 8] {0}h) {{ {1} }}"
+    made = ", ".join(branch.format(name, ATTENTION.format(x="a", w="e", t=f"{name}h")) for name in ("then_branch", "else_branch"))
+    return _model(f"one = Constant<value = int64 {{1}}>() yes = Equal(one, one) y = If <{made}> (yes)", "e", "a", "y")
+
+
+def test_nobody_knows_how_often_what_lies_in_a_subgraph_runs() -> None:
+    for before, after in ((_loop(3), _loop(2)), (_loop(3), _loop(3)), (_plain(), _branches()), (_branches(), _plain())):
+        result = SameBlockCount().check(before, after)
         assert result.holding is Holding.NOT_ANALYSED and "how often it runs is not read" in str(result.findings), str(result.findings)
