@@ -11,7 +11,7 @@ from harness.checks.catalogue.registry import CheckContext, CheckFailed, Nothing
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.memory import hold_memory
 from harness.checks.inputs.pairs import pairwise
-from harness.checks.inputs.presentations import EXPANDED, layouts, places
+from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, layouts, places
 from harness.checks.inputs.presentations import LAYOUTS as LAID
 from harness.checks.oracles import LAYOUTS, bits_behind
 from harness.checks.protocols import Packer
@@ -233,7 +233,7 @@ _MEETING = ((3, 13), (13, 13), (1, 13), (5, 1), (521, 3), (3, 1031))
 @register(
     None,
     "conditions_meet",
-    "Any two of shape, rank, layout and kind of codes may meet: they come back, packed as a copy is",
+    "Any two of shape, rank, layout, gradients and kind of codes may meet: they come back, packed as a copy is",
     kind="packer",
 )
 def conditions_meet(subject: Packer, context: CheckContext) -> str:
@@ -245,6 +245,7 @@ def conditions_meet(subject: Packer, context: CheckContext) -> str:
             "shape": [*_MEETING, *(((13,), (1,), (1031,)) if 1 in subject.ranks and subject.packed_dim != -2 else ())],
             "leading": [(2,) * (rank - 2) for rank in subject.ranks if rank > 1],
             "codes": ("drawn", "all the first", "all the last"),
+            "grad": tuple(GRAD_MODES),
         }
     )
     for one in cases:
@@ -255,7 +256,10 @@ def conditions_meet(subject: Packer, context: CheckContext) -> str:
             codes.fill_(subject.code_values[-1 if one["codes"] == "all the last" else 0])
         view = ways[one["laid"]](codes)
         plain = view.clone(memory_format=torch.contiguous_format)
-        _comes_back(subject, plain)
-        if not torch.equal(subject.pack(view), subject.pack(plain)):
-            raise CheckFailed(f"{one['laid']} of {list(view.shape)}, {one['codes']}: packs to other words than its copy")
+        words = subject.pack(plain)
+        with GRAD_MODES[one["grad"]]():
+            _comes_back(subject, plain)
+            if not torch.equal(subject.pack(view), words):
+                what = f"{one['laid']} of {list(view.shape)}, {one['codes']}, {one['grad']}"
+                raise CheckFailed(f"{what}: packs to other words than its copy")
     return f"{len(cases)} tensors of codes"

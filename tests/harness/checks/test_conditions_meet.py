@@ -39,6 +39,16 @@ class WideConstants(OurPacker):
         return super().pack(codes * 0 if is_hit else codes)
 
 
+class PacksWithoutGradients(OurPacker):
+    """Pack and unpack agree with each other, and not with what they do where gradients are on."""
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return super().pack(codes if torch.is_grad_enabled() else codes.flip(-1))
+
+    def unpack(self, packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return super().unpack(packed, shape) if torch.is_grad_enabled() else super().unpack(packed, shape).flip(-1)
+
+
 class PositiveViews(OurObserver):
     def observe(self, batches: Sequence[Tensor]) -> Quantized:
         found = super().observe(batches)
@@ -85,6 +95,7 @@ STATIC = QuantizationArgs(num_bits=8, strategy="tensor")
 WRONG: dict[str, tuple[Any, str]] = {
     "a square weight that is a view": (SquareViews(INT4), "[32, 32]"),
     "equal codes of a long row": (WideConstants(4), "1031"),
+    "words where gradients are off": (PacksWithoutGradients(4), "where gradients are off"),
     "values above zero in a view": (PositiveViews(STATIC), "[130, 16]"),
     "several weights beside dead columns": (
         RoundsWhere(lambda weight, H, count: count > 1 and bool((H.diagonal() == 0).any())),
