@@ -228,7 +228,8 @@ class Walk:
         if kind in PLAIN or isinstance(value, _OPAQUE) or is_torchs or depth < 0:
             return
         if isinstance(value, FunctionType | MethodType | partial):
-            self._waiting.append((value, str(getattr(value, "__qualname__", name))))
+            own = str(getattr(value, "__qualname__", name))
+            self._waiting.append((value, own if depth == _DEPTH else f"{own} (in {name})"))  # whether it is called nobody knows
         elif isinstance(value, nn.Module):
             self._waiting.append((value, name))
         elif isinstance(value, type):
@@ -239,7 +240,7 @@ class Walk:
             if isinstance(value, _CONTAINERS):
                 items = value.items() if isinstance(value, Mapping) else enumerate(value)
                 for key, item in items if len(value) <= _MAX_ITEMS else ():
-                    yield from self._within(item, f"{name}[{key if type(key) in PLAIN else type(key).__name__!r}]", depth - 1)
+                    yield from self._within(item, f"{_spelled(key)} of {name}", depth - 1)
             elif len(self._held) < _MAX_OBJECTS:
                 self._held.append(_Held(value, name, depth))
                 yield from self._of_own(value, name, depth)
@@ -368,6 +369,10 @@ def _imported(name: str, space: Mapping[str, Any]) -> list[ModuleType]:
 def _slots(cls: type) -> list[str]:
     spaces = [vars(base).get("__slots__", ()) for base in cls.__mro__]
     return [slot for slots in spaces for slot in ((slots,) if isinstance(slots, str) else slots) if not slot.startswith("__")]
+
+
+def _spelled(key: object) -> str:
+    return f"[{key!r}]" if type(key) in PLAIN else f"[{type(key).__name__}]"
 
 
 def _current(variable: ContextVar[object]) -> object:
