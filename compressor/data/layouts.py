@@ -66,7 +66,7 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
         tensor: in any layout.
 
     Returns:
-        The tensor itself, what a nested one holds, or indices and values.
+        The tensor itself, what a nested one holds, indices and values, or integers with their scale and zero point.
 
     Raises:
         CalibrationError: it is of a class that only wraps another tensor, of which nothing is known here.
@@ -76,6 +76,11 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     refuse_without_memory(tensor)
     if tensor.is_nested:
         return tuple(tensor.unbind())
+    if tensor.is_quantized:
+        per_channel = tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+        scale = tensor.q_per_channel_scales() if per_channel else torch.tensor(tensor.q_scale(), dtype=torch.float64)
+        zero = tensor.q_per_channel_zero_points() if per_channel else torch.tensor(tensor.q_zero_point())
+        return tensor.int_repr(), scale, zero
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in _COMPRESSED:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from compressor.data.layouts import dense_parts, has_memory
 from compressor.errors import CheckpointError
 from compressor.nn import weight_of
 from compressor.numerics.packing import quantized_bytes
@@ -81,7 +82,8 @@ def _check(*files: tuple[Path | None, int]) -> None:
 
 def _model_bytes(model: nn.Module) -> int:
     tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]  # an extra state may be anything
-    return sum({value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in tensors}.values())
+    storages = [part.untyped_storage() for value in tensors for part in ((value,) if has_memory(value) else dense_parts(value))]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _weight_bytes(module: nn.Module) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from compressor.errors import ModelError
@@ -39,6 +39,13 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "BOOL": torch.bool,
         "F8_E4M3": torch.float8_e4m3fn,
         "F8_E5M2": torch.float8_e5m2,
+        "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+        "F8_E8M0": torch.float8_e8m0fnu,
+        "U16": torch.uint16,
+        "U32": torch.uint32,
+        "U64": torch.uint64,
+        "C64": torch.complex64,
     }
 )
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
@@ -180,16 +187,13 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
     """Write the file that safetensors would write, of whose tensors, where they are mapped from files, no more than a piece is in memory.
 
     Args:
-        tensors: name to tensor.
+        tensors: name to tensor, of dtypes that such a file can hold.
         path: of the file, which must not exist.
         metadata: of its header.
 
     Raises:
         OSError: it cannot be written.
     """
-    if any(tensor.dtype not in NAMES for tensor in tensors.values()):
-        save_file(dict(tensors), path, dict(metadata))
-        return
     write_header(tensors, path, metadata)
     with path.open("r+b") as stream:
         for name, place in read_header(path).items():

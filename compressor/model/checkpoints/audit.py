@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from compressor.data.layouts import dense_parts, has_memory, shape_of
 from compressor.errors import CheckpointError, ModelError, NumericsError, ResumeError, SchemeError
 from compressor.model.folder import one_line, read_json, some
 from compressor.nn.attention.kv_cache import kv_args, quantized_parts
@@ -224,8 +225,8 @@ class Content(NamedTuple):
     """What a stored tensor is compared by."""
 
     dtype: torch.dtype
-    shape: torch.Size
-    checksum: int
+    shape: tuple[Any, ...]
+    checksums: tuple[int, ...]
 
 
 def contents(model: nn.Module, known: Mapping[str, Content] | None = None, exempt: Collection[str] = frozenset()) -> dict[str, Content]:
@@ -284,16 +285,22 @@ def _contents(tensors: Mapping[str, Tensor], known: Mapping[str, Content]) -> di
     seen: dict[tuple[object, ...], int] = {}  # tied tensors are read once
     for name, tensor in tensors.items():
         if name not in found:
-            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if place not in seen:
-                seen[place] = checksum(tensor)
-            found[name] = Content(tensor.dtype, tensor.shape, seen[place])
+            found[name] = Content(tensor.dtype, shape_of(tensor), _checksums(tensor, seen))
     return found
+
+
+def _checksums(tensor: Tensor, seen: dict[tuple[object, ...], int]) -> tuple[int, ...]:
+    if tensor.is_quantized or not has_memory(tensor):
+        return tuple(map(checksum, dense_parts(tensor)))
+    place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    if place not in seen:
+        seen[place] = checksum(tensor)
+    return (seen[place],)
 
 
 def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in model.state_dict().items():
-        if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
+        if isinstance(value, Tensor) and not value.is_meta:
             yield name, value
 
 

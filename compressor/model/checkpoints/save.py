@@ -21,13 +21,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from compressor.atomic import check_output_dir, whole_or_nothing
+from compressor.data.layouts import has_memory, kind_of
 from compressor.errors import CheckpointError, OutputError
 from compressor.model.checkpoints.audit import audit_qparams, tensor_digests
 from compressor.model.checkpoints.format import config_of, stored_keys, stored_names, unquantized_linears
 from compressor.model.checkpoints.online import rotation_tensors, transform_config
 from compressor.model.experts.format import kept_fused, plain_names, with_expert_settings, with_fused_floats
 from compressor.model.folder import one_line, read_json, some
-from compressor.model.headers import write_header, write_tensors
+from compressor.model.headers import NAMES, write_header, write_tensors
 from compressor.model.loading.load import quiet_transformers
 from compressor.model.targets import text_config
 from compressor.nn.online_rotation import rotated_modules
@@ -203,13 +204,20 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
         Name in the model to tensor.
 
     Raises:
-        CheckpointError: an entry of its state is no tensor, or has no values.
+        CheckpointError: an entry of its state is no tensor, has no values, or is one that no file of safetensors can hold.
     """
     state = model.state_dict()
     unfit = [name for name, value in state.items() if not isinstance(value, Tensor) or value.is_meta]
     if unfit:
         raise CheckpointError(
             f"checkpoint: {len(unfit)} entries of the state are no tensors with values ({some(unfit)}); load or drop them"
+        )
+    odd = {name: kind_of(value) for name, value in state.items() if not has_memory(value) or value.dtype not in NAMES}
+    if odd:
+        name, kind = next(iter(odd.items()))
+        raise CheckpointError(
+            f"checkpoint: {len(odd)} entries of the state ({some(list(odd))}) are tensors that no file of safetensors holds, {name} is "
+            f"{kind}; make them dense, of another dtype, or register them with persistent=False"
         )
     return state
 

@@ -23,6 +23,7 @@ import compressor
 from compressor.algorithms.babai import rounding_kernel
 from compressor.data import CalibrationData
 from compressor.data.collate import hash_batches
+from compressor.data.layouts import dense_parts, shape_of
 from compressor.lifecycle import Report
 from compressor.model.folder import weight_files
 from compressor.model.loading.load import LoadedModel
@@ -255,8 +256,9 @@ def _config_hash(model: nn.Module) -> str:
 def _tensor_hash(model: nn.Module) -> str:
     result = hashlib.sha256()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        result.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        result.update(raw_bytes(tensor.cpu()).numpy().data)
+        result.update(f"{name} {tensor.dtype} {shape_of(tensor)}\n".encode())
+        for part in dense_parts(tensor):
+            result.update(raw_bytes(part.cpu()).numpy().data)
     return result.hexdigest()
 
 

@@ -1,0 +1,81 @@
+"""Buffers of every kind: written as they are, or refused by name before the run; a change of any is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from compressor import oneshot
+from compressor.errors import CheckpointError
+from compressor.model.checkpoints.audit import check_unclaimed, contents
+
+QUANTIZED = pytest.mark.filterwarnings("ignore:.*(quantized tensor creation functions|beta state)")
+
+
+def _complex(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+
+
+WRITTEN: dict[str, Callable[[], dict[str, Tensor]]] = {
+    "a conjugate": lambda: {"a": _complex(3).conj()},
+    "a conjugate beside what it is one of": lambda: dict(zip("ab", (lambda z: (z, z.conj()))(_complex(3)), strict=True)),
+    "a negated part of a conjugate": lambda: {"a": _complex(3).conj().imag},
+    "a transposed one beside a complex one": lambda: {"a": _complex(3), "b": torch.arange(6.0).view(2, 3).t(), "c": _complex(3, 2).t()},
+    "unsigned": lambda: {str(dtype)[6:]: torch.tensor([1, 200]).to(dtype) for dtype in (torch.uint16, torch.uint32, torch.uint64)},
+    "exponents": lambda: {"a": torch.tensor([0.5, 4.0]).to(torch.float8_e8m0fnu)},
+}
+REFUSED: dict[str, Callable[[], Tensor]] = {
+    "complex128 (3,)": lambda: _complex(3).to(torch.complex128),
+    "float32 sparse_coo (3, 3)": lambda: torch.eye(3).to_sparse(),
+    "float32 sparse_csr (3, 3)": lambda: torch.eye(3).to_sparse_csr(),
+    "qint8 (4,)": lambda: torch.quantize_per_tensor(torch.arange(4.0), 0.1, 0, torch.qint8),
+    "qint8 (2, 2)": lambda: torch.quantize_per_channel(torch.eye(2), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, buffers: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+
+GROUPS = {"all": {"targets": ["layer"], "weights": {"num_bits": 8, "strategy": "channel"}}}
+RECIPE = {"modifiers": {"QuantizationModifier": {"config_groups": GROUPS}}}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_buffer_is_written_as_it_is(kind: str, tmp_path: Path) -> None:
+    oneshot(Net(WRITTEN[kind]()), recipe=RECIPE, output_dir=tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in WRITTEN[kind]().items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].view(torch.uint8), value.resolve_conj().resolve_neg().contiguous().view(torch.uint8)), name
+
+
+@QUANTIZED
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_no_file_holds_is_refused_by_name_before_the_run_and_stays_in_memory(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="odd.*no file of safetensors holds, odd is " + kind.replace("(", r"\(").replace(")", r"\)")):
+        oneshot(Net({"odd": REFUSED[kind]()}), recipe=RECIPE, output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    result = oneshot(Net({"odd": REFUSED[kind]()}), recipe=RECIPE)
+    with pytest.raises(CheckpointError, match="no file of safetensors holds"):
+        result.save(tmp_path / "out")
+
+
+@QUANTIZED
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_change_of_such_a_buffer_is_found(kind: str) -> None:
+    model = Net({"odd": REFUSED[kind]()})
+    before = contents(model)
+    check_unclaimed(model, before, {"layer"})
+    model.odd = model.odd + model.odd if "q" not in kind else model.odd.dequantize().neg()
+    with pytest.raises(CheckpointError, match="odd: 1 tensors"):
+        check_unclaimed(model, before, {"layer"})
