@@ -126,6 +126,47 @@ def _hessian(columns: int, seed: int) -> Tensor:
     return hessian if columns <= _MOST_DENSE else hessian + torch.diag(hessian.diagonal())
 
 
+FEW_LARGE = ("few large", "few large, one dead", "few large, weights of others zero")
+"""Kinds of `few_large_inputs`."""
+
+
+def num_large(subject: Sparsifier, columns: int) -> int:
+    """Return how many inputs of each block, or of a row, may be large so that all their weights can stay; 0 where none can, or all do."""
+    size = subject.pattern[1] if subject.pattern else columns
+    num_kept = round((1 - subject.sparsity) * size)
+    spare = 1 if subject.pattern else 2  # a row may have a zero more or less than was asked for
+    return max(1, num_kept // 2) if spare <= num_kept <= size - spare else 0
+
+
+def few_large_inputs(subject: Sparsifier, kind: str, shape: tuple[int, int], context: CheckContext) -> tuple[Tensor, Tensor]:
+    """Make a weight of about equal magnitudes, and inputs of which a few are a hundred times the others and alone say what may go.
+
+    Args:
+        subject: whose blocks they suit.
+        kind: one of FEW_LARGE: as they are; with an input that is always zero, whose weights are a sixty-fourth of the others; or with
+            weights of a seventh of the other inputs that are zero.
+        shape: (R, C) of the weight.
+        context: its seed is used.
+
+    Returns:
+        The weight, and the Hessian.
+    """
+    columns = shape[1]
+    size = subject.pattern[1] if subject.pattern else columns
+    generator = torch.Generator().manual_seed(context.seed + 6)
+    is_large = torch.rand(columns // size, size, generator=generator).argsort(-1).flatten() < num_large(subject, columns)
+    weight = (torch.rand(shape, generator=generator) * 0.2 + 0.9) * (torch.randint(0, 2, shape, generator=generator) * 2 - 1)
+    scale = 1 + 99.0 * is_large
+    if kind == FEW_LARGE[1]:
+        dead = int(is_large.to(torch.int8).argmin())
+        scale[dead], weight[:, dead] = 0.0, weight[:, dead] / 64
+    if kind == FEW_LARGE[2]:
+        weight = weight.masked_fill((torch.arange(weight.numel()) % 7 == 3).reshape(shape) & ~is_large, 0.0)
+    return weight, context.once(
+        context, f"{kind} of {columns} columns in blocks of {size}", lambda: hessian_of(columns, context) * scale * scale[:, None]
+    )
+
+
 def each_ordinary(subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:
     """Show a function every ordinary weight, and what the subject made of it.
 

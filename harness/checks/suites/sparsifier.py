@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -12,7 +13,18 @@ from harness.checks.catalogue.registry import CheckContext, CheckFailed, Nothing
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.pairs import pairwise
 from harness.checks.inputs.presentations import GRAD_MODES, LAYOUTS, TENSORS, WAYS
-from harness.checks.inputs.prune_weights import DTYPES, Pruned, each_ordinary, each_weight, hessian_of, memory_used_again, multiple_of
+from harness.checks.inputs.prune_weights import (
+    DTYPES,
+    FEW_LARGE,
+    Pruned,
+    each_ordinary,
+    each_weight,
+    few_large_inputs,
+    hessian_of,
+    memory_used_again,
+    multiple_of,
+    num_large,
+)
 from harness.checks.oracles import drop_dense
 from harness.checks.protocols import Sparsifier
 from harness.tolerance import T0, compare
@@ -306,43 +318,6 @@ def _one_signal(columns: int, num_last: int, seed: int) -> tuple[Tensor, Tensor]
     return weight, 2 * x.t() @ x / len(x)
 
 
-@register(
-    None,
-    "inputs_count",
-    "Where few inputs are a hundred times the others, each row of a pruner that reads the Hessian has at most half the loss of magnitudes",
-    kind="sparsifier",
-)
-def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
-    """Give few columns large inputs, all of which may stay: who looks at weights alone, or mixes up rows and columns, drops some."""
-    m = multiple_of(subject)
-    size, columns = (m, 16 * m) if m > 1 else (64, 64)
-    generator = torch.Generator().manual_seed(context.seed)
-    num_kept = round((1 - subject.sparsity) * size)
-    if not 0 < num_kept < size:
-        raise NothingToCheckError("the subject keeps nothing, or all")
-    is_large = torch.rand(columns // size, size, generator=generator).argsort(-1).flatten() < max(1, num_kept // 2)
-    shares, reads = [], _says_that_it_reads(subject)
-    for rows in (24, columns, 2 * columns):  # square ones, too, which fit either way
-        signs = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
-        weight = (torch.rand(rows, columns, generator=generator) + 0.5) * signs
-        scales = [1 + 99.0 * one for one in (is_large, is_large.roll(1))]
-        hessians = [hessian_of(columns, context) * scale * scale[:, None] for scale in scales]
-        pruned = [subject.prune(weight.clone(), hessian.clone()) for hessian in hessians]
-        reads = reads or not torch.equal(pruned[0] == 0, pruned[1] == 0)
-        wide = hessians[0].double()
-        other = float(_row_losses(weight, _by_magnitude(subject, weight), wide).mean())
-        if float(_row_losses(weight, torch.zeros_like(weight), wide).mean()) <= 0.5 * other:
-            raise CheckFailed("the limit measures nothing: all zeros would pass")
-        shares += [(float(own) / other, [rows, columns], row) for row, own in enumerate(_row_losses(weight, pruned[0], wide))]
-    if not reads:
-        raise NothingToCheckError("the subject does not read the Hessian")
-    worst, shape, row = max(shares)
-    if not worst <= 0.5:
-        seen = f"the loss of row {row} is {worst:.3g} of that of a row by magnitude pruning"
-        raise CheckFailed(f"{shape}: {seen}: the sizes of inputs do not count as they should")
-    return f"no row has more than {worst:.3f} of the loss of one by magnitude pruning"
-
-
 _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "uneven": torch.clone,
     "above zero": torch.abs,
@@ -350,6 +325,63 @@ _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "large": lambda w: w * 2.0**8,
     "small": lambda w: w * 2.0**-8,
 }
+
+
+def _shapes(subject: Sparsifier) -> list[tuple[int, int]]:
+    """Few rows, one, as many as columns, many, and many columns, but where each takes a pruner long."""
+    m = multiple_of(subject)
+    wide, narrow = (24 * m, 3 * m) if m > 1 else (96, 31)
+    long = [] if subject.second_order else [(3, -(-1031 // m) * m)]
+    return [(7, wide), (1, wide), (wide, wide), (521, narrow), *long]
+
+
+@register(
+    None,
+    "inputs_count",
+    "Where few inputs are a hundred times the others, each row of a pruner that reads the Hessian has at most half the loss of chance",
+    kind="sparsifier",
+)
+def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
+    """Give few columns large inputs, all of which may stay: who looks at weights alone, or mixes up rows and columns, drops some.
+
+    Any two of shape, dtype and values meet, with and without an input that is always zero, or weights that are zero.
+    """
+    shapes = [shape for shape in _shapes(subject) if num_large(subject, shape[1])]
+    if not shapes:
+        raise NothingToCheckError("the subject keeps nothing, or all")
+    shares, reads, keeps_dead = [], _says_that_it_reads(subject), []
+    cases = pairwise({"inputs": FEW_LARGE, "shape": shapes, "dtype": DTYPES, "values": tuple(_VALUES)})
+    for case in cases:
+        weight, hessian = few_large_inputs(subject, case["inputs"], case["shape"], context)
+        weight = _VALUES[case["values"]](weight).to(case["dtype"])
+        one = Pruned(weight, hessian, subject.prune(weight.clone(), hessian.clone()))
+        with _told_of(_in_words(case)):
+            _hold_zeros(subject, one)
+            shares.append((*_share_of_chance(subject, one), _in_words(case)))
+        if not bool((weight == 0).any()) and bool(((one.pruned != 0) & (hessian.diagonal() == 0)).any()):
+            keeps_dead.append(_in_words(case))
+        reads = reads or not torch.equal(one.pruned == 0, subject.prune(weight.clone(), hessian_of(len(hessian), context)) == 0)
+    if not reads:
+        raise NothingToCheckError("the subject does not read the Hessian")
+    worst, row, what = max(shares)
+    if not worst <= 0.5:
+        seen = f"the loss of row {row} is {worst:.3g} of that of a row pruned by chance"
+        raise CheckFailed(f"{what}: {seen}: the sizes of inputs do not count as they should")
+    if keeps_dead:
+        raise CheckFailed(f"{keeps_dead[0]}: a weight that is small, of a dead input, is kept")
+    return f"{len(cases)} weights, no row of which has more than {worst:.3f} of the loss of one pruned by chance"
+
+
+def _share_of_chance(subject: Sparsifier, one: Pruned) -> tuple[float, int]:
+    """Return the largest share of a row in what masks drawn at random lose in it, but for products of two inputs, and the row."""
+    wide, exact = one.hessian.double(), one.weight.double()
+    chance = subject.sparsity * exact.square() @ wide.diagonal()
+    if float(_row_losses(exact, torch.zeros_like(exact), wide).sum()) < 0.5 * float(chance.sum()):
+        raise CheckFailed("the limit measures nothing: all zeros would pass")
+    shares = _row_losses(one.weight, one.pruned, wide) / chance.clamp(min=1e-300)
+    return float(shares.max()), int(shares.argmax())
+
+
 _MEETING = {"values": tuple(_VALUES), "dtype": DTYPES, "grad": tuple(GRAD_MODES)}
 
 
@@ -361,35 +393,47 @@ _MEETING = {"values": tuple(_VALUES), "dtype": DTYPES, "grad": tuple(GRAD_MODES)
 )
 def conditions_meet(subject: Sparsifier, context: CheckContext) -> str:
     """Prune for each pair of conditions, and the same weight as an ordinary tensor."""
-    m = multiple_of(subject)
-    wide, narrow = (24 * m, 3 * m) if m > 1 else (96, 31)
-    shapes = [(7, wide), (1, wide), (wide, wide), (521, narrow)]
-    if not subject.second_order:
-        shapes.append((3, -(-1031 // m) * m))
     laid = ("as it is", *LAYOUTS, *TENSORS)
-    cases = pairwise({"laid": laid, "shape": shapes, "hessian": laid[::4], **_MEETING})
+    cases = pairwise({"laid": laid, "shape": _shapes(subject), "hessian": laid[::4], **_MEETING})
     for case in cases:
-        what = ", ".join(f"{key} {value}" for key, value in case.items())
+        what = _in_words(case)
         weight = _VALUES[case["values"]](_uneven_of(case["shape"], torch.Generator().manual_seed(context.seed + 5))).to(case["dtype"])
         hessian = hessian_of(weight.shape[1], context)
         one = Pruned(weight, hessian, subject.prune(weight, hessian))
-        try:
+        with _told_of(what):
             _hold_all(subject, one)
-        except CheckFailed as broken:
-            raise CheckFailed(f"{what}: {broken}") from broken
         with GRAD_MODES[case["grad"]]():
             found = subject.prune(WAYS[case["laid"]](weight), WAYS[case["hessian"]](hessian)).detach()
         _hold_alike(subject, found, one.pruned, what)
     return f"{len(cases)} weights"
 
 
-def _hold_all(subject: Sparsifier, one: Pruned) -> None:
-    """Hold an ordinary weight to what the other checks say of theirs."""
+def _in_words(case: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in case.items())
+
+
+@contextmanager
+def _told_of(what: str) -> Iterator[None]:
+    """Say of which weight it is that a check fails."""
+    try:
+        yield
+    except CheckFailed as broken:
+        raise CheckFailed(f"{what}: {broken}", broken.findings) from broken
+
+
+def _hold_zeros(subject: Sparsifier, one: Pruned) -> None:
+    """Hold the zeros of any weight, and what stays of it where nothing is made up for."""
+    refuse(~one.pruned.isfinite(), "a value is not finite", weight=one.weight)
     for hold in (_hold_pattern, _hold_target) if subject.pattern else (_hold_target,):
         hold(subject, one)
     if not subject.second_order:
         _hold_kept(one)
-    elif one.weight.shape[1] <= _FEW_COLUMNS:
+
+
+def _hold_all(subject: Sparsifier, one: Pruned) -> None:
+    """Hold an ordinary weight to what the other checks say of theirs."""
+    _hold_zeros(subject, one)
+    if subject.second_order and one.weight.shape[1] <= _FEW_COLUMNS:
         _hold_made_up(one)
     own, best, chance = (float(part.sum()) for part in _losses_of(subject, one))
     if not own <= (best + chance) / 2 * (1 + 1e-9):

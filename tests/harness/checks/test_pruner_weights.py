@@ -135,6 +135,64 @@ RIGHT: dict[str, tuple[Prune, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def of_inputs(weight: Tensor, norms: Tensor, pattern: tuple[int, int] | None) -> Tensor:
+    """Wanda."""
+    score = weight.float() * norms
+    return kept(weight, block_mask(score) if pattern else row_mask(score))
+
+
+# Where a pruner that reads the Hessian looks at weights alone.
+FORGETS: dict[str, Callable[[Tensor, Tensor], bool]] = {
+    "bfloat16": lambda w, norms: w.dtype == torch.bfloat16,
+    "float16": lambda w, norms: w.dtype == torch.float16,
+    "one row": lambda w, norms: len(w) == 1,
+    "one row of float16": lambda w, norms: len(w) == 1 and w.dtype == torch.float16,
+    "few rows": lambda w, norms: len(w) < 8,
+    "more than 128 rows": lambda w, norms: len(w) > 128,
+    "more than 64 columns": lambda w, norms: w.shape[1] > 64,
+    "more than 500 columns": lambda w, norms: w.shape[1] > 500,
+    "a square": lambda w, norms: is_square(w),
+    "a row of zeros": lambda w, norms: bool((w == 0).all(1).any()),
+    "zeros, but no row of them": lambda w, norms: bool((w == 0).any()) and not bool((w == 0).all(1).any()),
+    "none below zero": lambda w, norms: bool((w >= 0).all()),
+    "a dead input": lambda w, norms: bool((norms == 0).any()),
+}
+# What becomes of the norms of a dead input.
+DEAD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "infinity": lambda w, norms: norms.masked_fill(norms == 0, torch.inf),
+    "a large one": lambda w, norms: norms.masked_fill(norms == 0, 100 * float(norms.amax())),
+}
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4)])
+@pytest.mark.parametrize("what", FORGETS)
+def test_a_pruner_that_forgets_the_inputs_of_one_kind_of_weight_is_told(what: str, pattern: tuple[int, int] | None) -> None:
+    def prune(weight: Tensor, hessian: Tensor) -> Tensor:
+        norms = hessian.diagonal().sqrt()
+        return of_inputs(weight, torch.ones_like(norms) if FORGETS[what](weight, norms) else norms, pattern)
+
+    subject = Pruner(prune, pattern=pattern, tags=frozenset({"reads_hessian"}))
+    (record,) = harness.check(subject, checks=["sparsifier.inputs_count"], draws=False).records
+    assert record.outcome is Outcome.FAIL and "the sizes of inputs do not count as they should" in record.summary, record.summary
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4)])
+@pytest.mark.parametrize("what", DEAD)
+def test_a_pruner_that_takes_a_dead_input_for_another_is_told(what: str, pattern: tuple[int, int] | None) -> None:
+    """One that does not say that it reads the Hessian, too."""
+    subject = Pruner(lambda w, h: of_inputs(w, DEAD[what](w, h.diagonal().sqrt()), pattern), pattern=pattern)
+    (record,) = harness.check(subject, checks=["sparsifier.inputs_count"], draws=False).records
+    assert record.outcome is Outcome.FAIL and "of a dead input, is kept" in record.summary, record.summary
+
+
+def test_a_pruner_that_gives_nan_beside_a_dead_input_is_told() -> None:
+    def prune(weight: Tensor, hessian: Tensor) -> Tensor:
+        return rows(weight) / (1.0 if bool((hessian.diagonal() > 0).all()) else torch.nan)
+
+    (record,) = harness.check(Pruner(prune), checks=["sparsifier.inputs_count"], draws=False).records
+    assert record.outcome is Outcome.FAIL and "a value is not finite" in record.summary, record.summary
+
+
 @pytest.mark.parametrize("what", ROWS)
 def test_a_pruner_of_rows_that_is_wrong_for_one_kind_of_weight_is_told(what: str) -> None:
     report = harness.check(Pruner(ROWS[what]()), draws=False)
