@@ -138,7 +138,7 @@ def num_large(subject: Sparsifier, columns: int) -> int:
     return max(1, num_kept // 2) if spare <= num_kept <= size - spare else 0
 
 
-def few_large_inputs(subject: Sparsifier, kind: str, shape: tuple[int, int], context: CheckContext) -> tuple[Tensor, Tensor]:
+def few_large_inputs(subject: Sparsifier, kind: str, shape: tuple[int, int], context: CheckContext) -> tuple[Tensor, Tensor, Tensor]:
     """Make a weight of about equal magnitudes, and inputs of which a few are a hundred times the others and alone say what may go.
 
     Args:
@@ -149,7 +149,7 @@ def few_large_inputs(subject: Sparsifier, kind: str, shape: tuple[int, int], con
         context: its seed is used.
 
     Returns:
-        The weight, and the Hessian.
+        The weight, the Hessian, and which inputs are large, bool [C].
     """
     columns = shape[1]
     size = subject.pattern[1] if subject.pattern else columns
@@ -162,9 +162,8 @@ def few_large_inputs(subject: Sparsifier, kind: str, shape: tuple[int, int], con
         scale[dead], weight[:, dead] = 0.0, weight[:, dead] / 64
     if kind == FEW_LARGE[2]:
         weight = weight.masked_fill((torch.arange(weight.numel()) % 7 == 3).reshape(shape) & ~is_large, 0.0)
-    return weight, context.once(
-        context, f"{kind} of {columns} columns in blocks of {size}", lambda: hessian_of(columns, context) * scale * scale[:, None]
-    )
+    name = f"{kind} of {columns} columns in blocks of {size}"
+    return weight, context.once(context, name, lambda: hessian_of(columns, context) * scale * scale[:, None]), is_large
 
 
 def each_ordinary(subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:

@@ -338,7 +338,7 @@ def _shapes(subject: Sparsifier) -> list[tuple[int, int]]:
 @register(
     None,
     "inputs_count",
-    "Where few inputs are a hundred times the others, each row of a pruner that reads the Hessian has at most half the loss of chance",
+    "Where few inputs are a hundred times the others, a pruner that reads the Hessian loses at most half of what chance does of them",
     kind="sparsifier",
 )
 def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
@@ -352,33 +352,31 @@ def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
     shares, reads, keeps_dead = [], _says_that_it_reads(subject), []
     cases = pairwise({"inputs": FEW_LARGE, "shape": shapes, "dtype": DTYPES, "values": tuple(_VALUES)})
     for case in cases:
-        weight, hessian = few_large_inputs(subject, case["inputs"], case["shape"], context)
+        weight, hessian, is_large = few_large_inputs(subject, case["inputs"], case["shape"], context)
         weight = _VALUES[case["values"]](weight).to(case["dtype"])
-        one = Pruned(weight, hessian, subject.prune(weight.clone(), hessian.clone()))
+        one = Pruned(weight, hessian, subject.prune(weight, hessian))
         with _told_of(_in_words(case)):
             _hold_zeros(subject, one)
-            shares.append((*_share_of_chance(subject, one), _in_words(case)))
+            shares.append((*_share_of_chance(subject, one, is_large), _in_words(case)))
         if not bool((weight == 0).any()) and bool(((one.pruned != 0) & (hessian.diagonal() == 0)).any()):
             keeps_dead.append(_in_words(case))
-        reads = reads or not torch.equal(one.pruned == 0, subject.prune(weight.clone(), hessian_of(len(hessian), context)) == 0)
+        reads = reads or not torch.equal(one.pruned == 0, subject.prune(weight, hessian_of(len(hessian), context)) == 0)
     if not reads:
         raise NothingToCheckError("the subject does not read the Hessian")
     worst, row, what = max(shares)
     if not worst <= 0.5:
-        seen = f"the loss of row {row} is {worst:.3g} of that of a row pruned by chance"
+        seen = f"row {row} loses {worst:.3g} times what chance does at large inputs"
         raise CheckFailed(f"{what}: {seen}: the sizes of inputs do not count as they should")
     if keeps_dead:
         raise CheckFailed(f"{keeps_dead[0]}: a weight that is small, of a dead input, is kept")
-    return f"{len(cases)} weights, no row of which has more than {worst:.3f} of the loss of one pruned by chance"
+    return f"{len(cases)} weights, at large inputs no row loses more than {worst:.3f} of what chance does"
 
 
-def _share_of_chance(subject: Sparsifier, one: Pruned) -> tuple[float, int]:
-    """Return the largest share of a row in what masks drawn at random lose in it, but for products of two inputs, and the row."""
-    wide, exact = one.hessian.double(), one.weight.double()
-    chance = subject.sparsity * exact.square() @ wide.diagonal()
-    if float(_row_losses(exact, torch.zeros_like(exact), wide).sum()) < 0.5 * float(chance.sum()):
-        raise CheckFailed("the limit measures nothing: all zeros would pass")
-    shares = _row_losses(one.weight, one.pruned, wide) / chance.clamp(min=1e-300)
+def _share_of_chance(subject: Sparsifier, one: Pruned, is_large: Tensor) -> tuple[float, int]:
+    """Return the largest share of a row in what masks drawn at random take of the weights of large inputs, and the row."""
+    exact = one.weight.double()
+    lost, whole = ((change[:, is_large].square() @ one.hessian.diagonal()[is_large].double()) for change in (one.pruned - exact, exact))
+    shares = lost / (subject.sparsity * whole).clamp(min=1e-300)
     return float(shares.max()), int(shares.argmax())
 
 

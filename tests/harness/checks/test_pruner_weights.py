@@ -76,8 +76,8 @@ def last_mask() -> Prune:
 
 
 def cached_statistic() -> Prune:
-    norms: dict[int, Tensor] = {}
-    return lambda w, h: kept(w, row_mask(w * norms.setdefault(h.data_ptr(), h.diagonal().sqrt().clone())))
+    norms: dict[tuple[int, int], Tensor] = {}
+    return lambda w, h: kept(w, row_mask(w * norms.setdefault((h.data_ptr(), len(h)), h.diagonal().sqrt().clone())))
 
 
 def simple(function: Callable[[Tensor], Tensor]) -> Callable[[], Prune]:
