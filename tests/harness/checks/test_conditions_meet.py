@@ -56,6 +56,14 @@ class PositiveViews(OurObserver):
         return Quantized(found.codes, found.scale * 2, found.zero_point) if is_hit else found
 
 
+class HalvesOneRow(OurObserver):
+    """Its range is searched, so that no rule says what it is."""
+
+    def observe(self, batches: Sequence[Tensor]) -> Quantized:
+        found = super().observe(batches)
+        return Quantized(found.codes, found.scale / 2, found.zero_point) if any(len(batch) == 1 for batch in batches) else found
+
+
 class RoundsWhere(OurSolver):
     """No column knows of another where a weight, its Hessian, and how many weights come together, say so."""
 
@@ -97,6 +105,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "equal codes of a long row": (WideConstants(4), "1031"),
     "words where gradients are off": (PacksWithoutGradients(4), "where gradients are off"),
     "values above zero in a view": (PositiveViews(STATIC), "[130, 16]"),
+    "a searched range of one row": (HalvesOneRow(QuantizationArgs(strategy="tensor", observer="mse")), "with the full range it is"),
     "several weights beside dead columns": (
         RoundsWhere(lambda weight, H, count: count > 1 and bool((H.diagonal() == 0).any())),
         "dead columns, drawn, torch.float32, laid a transposed view, asked between two others",
