@@ -28,9 +28,9 @@ from harness.checks.inputs.planted import POWERS, is_exact, middles_of, power_sc
 from harness.checks.inputs.presentations import GRAD_MODES, layouts, places, presentations
 from harness.checks.oracles import at_tie, nearest, units
 from harness.checks.protocols import Quantized, Quantizer
-from harness.checks.strategies import grid_weights, hurtful, large_shapes, shapes, uniform
+from harness.checks.strategies import MOST_COLUMNS, MOST_ROWS, grid_weights, hurtful, large_shapes, shapes, uniform
 
-_MANY_ROWS, _MANY_UNITS = 131, 64
+_MANY_UNITS = 64
 
 
 @register(None, "dequantizes", "The values are (code - zero point) * scale, over the global scale: 4 u", kind="quantizer")
@@ -371,17 +371,20 @@ def ties(subject: Quantizer, context: CheckContext) -> str:
     """Plant every tie of the grid, and its two neighbours, under scales that are powers of two: given ones, and those that it chooses."""
     count = 0
     for dtype in subject.dtypes:
-        for rows in (1, _MANY_ROWS):
-            for power in POWERS:
-                _hold_given_ties(subject, dtype, rows, power)
+        narrow = len(middles_of(subject.code_values))
+        for shape in ((1, narrow), (MOST_ROWS, narrow), (narrow, narrow), (2, MOST_COLUMNS)):
+            for power in POWERS if shape[0] == 1 else POWERS[:1]:
+                _hold_given_ties(subject, dtype, shape, power)
         count += _hold_own_ties(subject, dtype)
     own = f", and {count} under scales of its own" if count else ""
     return f"{len(middles_of(subject.code_values))} ties and their neighbours under 2 scales in {len(subject.dtypes)} dtypes{own}"
 
 
-def _hold_given_ties(subject: Quantizer, dtype: torch.dtype, rows: int, power: int) -> None:
+def _hold_given_ties(subject: Quantizer, dtype: torch.dtype, shape: tuple[int, int], power: int) -> None:
+    """The columns are rounded up to what the quantizer takes, and so are the rows of a square."""
     grid = subject.code_values
-    columns = -(-len(middles_of(grid)) // subject.column_multiple) * subject.column_multiple
+    columns = -(-shape[1] // subject.column_multiple) * subject.column_multiple
+    rows = columns if shape[0] == shape[1] else shape[0]
     like, offset = power_scales(subject, columns, 2.0**power, rows=rows, dtype=dtype)
     at = ((tied(grid, rows, columns) - offset) * 2.0**power).to(dtype)
     for name, values in _and_beside(at):

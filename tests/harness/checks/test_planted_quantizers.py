@@ -258,3 +258,23 @@ def test_of_many_units_some_of_each_place_are_changed() -> None:
 def test_a_quantizer_without_a_mistake_is_odd() -> None:
     record = harness.check(Zeroes(lambda w: False), checks=["quantizer.odd"], draws=False).records[0]
     assert record.outcome is Outcome.PASS, record.summary
+
+
+class TiesUp(OurQuantizer):
+    """A tie goes to the higher code in values of one kind."""
+
+    def __init__(self, is_hit: Callable[[Tensor], bool]) -> None:
+        super().__init__(QuantizationArgs(num_bits=4, group_size=16))
+        self._is_hit = is_hit
+
+    def encode(self, values: Tensor, like: Quantized) -> Tensor:
+        above = torch.nextafter(values, torch.full_like(values, torch.inf))
+        return super().encode(above if self._is_hit(values) else values, like)
+
+
+@pytest.mark.parametrize(
+    "is_hit", [lambda w: len(w) > 500, lambda w: w.shape[1] > 500, lambda w: w.shape[0] == w.shape[1]], ids=["high", "wide", "square"]
+)
+def test_a_tie_that_is_not_half_to_even_in_one_shape_is_told(is_hit: Callable[[Tensor], bool]) -> None:
+    (record,) = harness.check(TiesUp(is_hit), checks=["quantizer.ties"], draws=False).records
+    assert record.outcome is Outcome.FAIL and "on a tie: not half to even" in record.summary, record.summary
