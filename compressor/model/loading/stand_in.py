@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from compressor.errors import ModelError
 from compressor.model.experts.unfuse import layout_of
-from compressor.model.folder import check_no_adapter, check_no_revision, check_not_quantized, one_line, read_config, resolve_folder
+from compressor.model.folder import (
+    check_no_adapter,
+    check_no_revision,
+    check_not_quantized,
+    check_weight_files,
+    one_line,
+    read_config,
+    resolve_folder,
+    weight_files,
+)
 from compressor.model.loading.load import (
     LOAD_ERRORS,
     check_in_memory,
@@ -135,7 +144,7 @@ def stand_in(
         return StandIn(source, "its own weights")
     folder = resolve_folder(source, revision, weights=False, code=trust_remote_code).path
     chosen = model_class or _named_class(read_config(folder))
-    num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    num_bytes = _weight_bytes(folder)
     if 0 < num_bytes <= MAX_LOADED_BYTES:
         model = load_model(folder, device="cpu", trust_remote_code=trust_remote_code, model_class=chosen).model
         return StandIn(model, "weights of the folder", folder=folder)
@@ -157,6 +166,14 @@ def stand_in(
         _fill_with_one_number(model)
         text = f"every tensor is one number, repeated, which takes no memory ({why}; {count / 1e9:,.1f} billion parameters)"
     return StandIn(model, text + (f"; {left} layers that repeat earlier ones are left out" if left else ""), left, folder)
+
+
+def _weight_bytes(folder: Path) -> int:
+    """Of a folder with a config alone 0; what there is of weights must be whole, lest random ones be taken for a damaged folder."""
+    if not any(folder.glob("*.safetensors*")):
+        return 0
+    check_weight_files(folder)
+    return sum((folder / name).stat().st_size for name in weight_files(folder))
 
 
 def _named_class(config: dict[str, Any]) -> str | None:
