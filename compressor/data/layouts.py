@@ -79,7 +79,7 @@ def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.is_quantized:
         per_channel = tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
         scale = tensor.q_per_channel_scales() if per_channel else torch.tensor(tensor.q_scale(), dtype=torch.float64)
-        zero = tensor.q_per_channel_zero_points() if per_channel else torch.tensor(tensor.q_zero_point())
+        zero = tensor.q_per_channel_zero_points() if per_channel else torch.tensor(tensor.q_zero_point(), dtype=torch.int64)
         return tensor.int_repr(), scale, zero
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()

@@ -9,7 +9,7 @@ built without them, and memory is that of the files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +37,7 @@ from compressor.model.loading.load import (
 )
 from compressor.model.saving import attach_save
 from compressor.model.targets import matches, other_names, put_module
-from compressor.nn import Matmul, empty_layer, is_quantizable, set_matmul
+from compressor.nn import Matmul, QuantizedLayer, empty_layer, is_quantizable, set_matmul
 from compressor.nn.attention.kv_cache import attach_kv_quantizer, attention_modules
 from compressor.nn.experts import UnfusedExperts, split_weights
 from compressor.nn.quantized_linear import is_conv1d
@@ -95,9 +95,11 @@ def load_compressed(
     _attach_kv(model, [one for one in schemes if one.weights is None], kv_cache_scheme, folder)
     rotations = read_rotations(model, config["quantization_config"], tensors, folder)
     _place_layers(model, tensors, schemes, folder)
+    _check_no_float(model, tensors.keys(), schemes, config["quantization_config"].get("ignore") or (), folder)
     for name, rotation in rotations:
         rotation.attach(model.get_submodule(name))
     _fill(model, tensors, split, folder, config)
+    _check_parts(model, folder)
     if model_class is None:
         check_class(folder, model, config)
     if generation_config is not None and hasattr(model, "generation_config"):
@@ -173,6 +175,9 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
             re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
     except (ValidationError, LookupError, TypeError, AttributeError, re.error) as error:
         raise ModelError(f"{folder}: its quantization_config cannot be used here ({one_line(error)}); restore config.json") from error
+    status = found.get("quantization_status", "compressed")
+    if status != "compressed":
+        raise ModelError(f"{folder}: quantization_status is {status!r}, which says that weights lie there as floats; {_ELSEWHERE}")
     transforms = found.get("transform_config")
     if not isinstance(transforms or {}, Mapping):
         raise ModelError(f"{folder}: its quantization_config cannot be used here (transform_config is no table); restore config.json")
@@ -263,6 +268,41 @@ def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list
                 f"{folder}: {on_disk} is stored quantized, but no group of the quantization_config targets it; restore config.json"
             )
         put_module(model, name, empty_layer(module, scheme, name=name), others)
+
+
+def _check_no_float(
+    model: nn.Module, stored: Collection[str], schemes: Sequence[QuantizationScheme], ignored: Sequence[str], folder: Path
+) -> None:
+    """Refuse floats where the config says codes: other readers would look for scales."""
+    experts = {part for module in model.modules() if isinstance(module, UnfusedExperts) for part in module.modules()}  # fused for others
+    floats = {name: module for name, module in model.named_modules() if is_quantizable(module) and not isinstance(module, QuantizedLayer)}
+    modules = {name: module for name, module in floats.items() if module not in experts}
+    names = stored_names(model, list(modules))
+    targets = [target for scheme in schemes if scheme.weights is not None for target in scheme.targets]
+    meant = [
+        on_disk
+        for name, module in modules.items()
+        if f"{(on_disk := names.get(name, name))}.weight" in stored
+        and any(_is_meant(module, (name, on_disk), target) for target in targets)
+        and not any(_is_meant(module, (name, on_disk), pattern) for pattern in ignored)
+    ]
+    if meant:
+        raise ModelError(
+            f"{folder}: {len(meant)} modules are targets of the quantization_config, and their weights are stored as floats "
+            f"({some(meant)}); name them in its ignore, or restore config.json"
+        )
+
+
+def _check_parts(model: nn.Module, folder: Path) -> None:
+    """Refuse scales that are no numbers, and shapes that are another weight's."""
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantizedLayer):
+            continue
+        for key, value in layer.named_buffers(recurse=False):
+            if value.is_floating_point() and key.endswith("scale") and not bool(value.float().isfinite().all()):
+                raise ModelError(f"{folder}: {name}.{key} holds NaN or infinity; fetch the folder again")
+            if key == "weight_shape" and value.tolist() != list(layer.weight_size):
+                raise ModelError(f"{folder}: {name}.{key} is {value.tolist()}, and the weight {list(layer.weight_size)}; fetch it again")
 
 
 def _is_quantized(key: str, tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from compressor.errors import ModelError
 from compressor.model.experts.unfuse import layout_of
 from compressor.model.folder import (
+    ModelFolder,
     check_no_adapter,
     check_no_revision,
     check_not_quantized,
@@ -142,9 +143,10 @@ def stand_in(
             raise ModelError(f"model_class: {model_class!r} was given for a model in memory, which has its class; leave model_class out")
         check_no_revision(revision, "a model in memory")
         return StandIn(source, "its own weights")
-    folder = resolve_folder(source, revision, weights=False, code=trust_remote_code).path
+    found = resolve_folder(source, revision, weights=False, code=trust_remote_code)
+    folder = found.path
     chosen = model_class or _named_class(read_config(folder))
-    num_bytes = _weight_bytes(folder)
+    num_bytes = _weight_bytes(found)
     if 0 < num_bytes <= MAX_LOADED_BYTES:
         model = load_model(folder, device="cpu", trust_remote_code=trust_remote_code, model_class=chosen).model
         return StandIn(model, "weights of the folder", folder=folder)
@@ -168,9 +170,15 @@ def stand_in(
     return StandIn(model, text + (f"; {left} layers that repeat earlier ones are left out" if left else ""), left, folder)
 
 
-def _weight_bytes(folder: Path) -> int:
-    """Of a folder with a config alone 0; what there is of weights must be whole, lest random ones be taken for a damaged folder."""
+def _weight_bytes(found: ModelFolder) -> int:
+    """0 for a config alone; what there is of weights must be whole, lest random ones be taken for a damaged folder.
+
+    In the cache of the hub lies what somebody has fetched, which may be a part.
+    """
+    folder = found.path
     if not any(folder.glob("*.safetensors*")):
+        return 0
+    if found.origin is not None and not all((folder / name).is_file() for name in weight_files(folder)):
         return 0
     check_weight_files(folder)
     return sum((folder / name).stat().st_size for name in weight_files(folder))

@@ -252,11 +252,13 @@ def test_a_training_cannot_run_it() -> None:
 @pytest.mark.parametrize("modifier", [REAPPruningModifier(sparsity=0.5), WandaPruningModifier(sparsity=0.5, ignore=["lm_head"])])
 def test_nothing_flows_layer_by_layer_where_nobody_looks(modifier: Modifier) -> None:
     alone = oneshot(qwen3_moe(), recipe=modifier.model_copy(), dataset=IDS)
-    asked = oneshot(qwen3_moe(), recipe=modifier.model_copy(), dataset=IDS, pipeline="sequential", passes="one")
+    asked = oneshot(qwen3_moe(), recipe=modifier.model_copy(), dataset=IDS, pipeline="sequential")
     assert torch.equal(logits(alone.model), logits(asked.model))
     assert [note for note in asked.report.notes if note not in alone.report.notes] == [
         "no modifier looks at layers one after another, so they were not run so"
     ]
+    with pytest.raises(TargetError, match="passes: 'one' was given, but no modifier looks at layers one after another; leave it out"):
+        oneshot(qwen3_moe(), recipe=modifier.model_copy(), dataset=IDS, pipeline="sequential", passes="one")
 
 
 def test_experts_that_stay_make_good_for_those_that_went_where_held_out_tokens_say_so() -> None:
