@@ -237,7 +237,6 @@ IN_MEMORY = {
     "tests/e2e/recipes/actorder/recipe_w4a16_actorder_group": "compressed-tensors no longer reads such files",
     "tests/llmcompressor/transformers/compression/recipes/new_quant_actorder_group": "compressed-tensors no longer reads such files",
     "tests/llmcompressor/transformers/compression/recipes/new_quant_simple": PACKED_EMBEDDINGS,
-    "tests/llmcompressor/transformers/compression/recipes/new_quant_weight": PACKED_EMBEDDINGS,
 }
 PRUNED_LATE = "tests/sparsity/sparsegpt/recipes/quant_and_sparse"
 
