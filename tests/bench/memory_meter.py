@@ -2,17 +2,20 @@
 
 Resident memory is no measure for small models: the allocator keeps freed pages, and libraries load more code on first use. The books of
 the allocator count every byte that is in use, whoever asked for it (torch, numpy, safetensors), also inside an operation. A thread looks at
-them every few hundred microseconds. Weights that safetensors maps from their file are no heap, so mapped files of that kind are added.
+them every few hundred microseconds. Weights that safetensors maps from their file are no heap, so mapped files of that kind are added, and
+so are pages that Python's `mmap` asks of the system, as for what waits between stages.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, ClassVar, Self
+from weakref import WeakSet
 
 from harness.errors import HarnessError
 
@@ -25,6 +28,19 @@ class _MallocInfo(ctypes.Structure):
     """`struct mallinfo2` of glibc."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _FIELDS.split()]
+
+
+class _Pages(mmap.mmap):
+    """Pages that are asked of the system itself, as those of activations between stages are; no book of the allocator has them."""
+
+    live: ClassVar[WeakSet[_Pages]] = WeakSet()
+
+    def __new__(cls, *given: Any, **keywords: Any) -> Self:
+        """Map, and note it."""
+        made = super().__new__(cls, *given, **keywords)
+        if given[:1] == (-1,):
+            cls.live.add(made)
+        return made
 
 
 class MemoryMeter:
@@ -58,6 +74,7 @@ class MemoryMeter:
 
     def __enter__(self) -> Self:
         """Start."""
+        self._plain_mmap, mmap.mmap = mmap.mmap, _Pages  # type: ignore[misc]
         self._mapped = _mapped_bytes()
         self._start = self._highest = self._heap_bytes() + self._mapped
         self._thread.start()
@@ -67,6 +84,7 @@ class MemoryMeter:
         """Stop; what came after the last mark is the stretch `end`."""
         self._stop.set()
         self._thread.join()
+        mmap.mmap = self._plain_mmap  # type: ignore[misc]
         self.mark("end")
 
     def mark(self, label: str) -> None:
@@ -83,7 +101,7 @@ class MemoryMeter:
 
     def _heap_bytes(self) -> int:
         info = self._mallinfo2()
-        return int(info.uordblks + info.hblkhd)
+        return int(info.uordblks + info.hblkhd) + sum(map(len, _Pages.live))
 
     def _look(self) -> None:
         looks = 0

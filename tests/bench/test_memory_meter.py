@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 import time
 from pathlib import Path
@@ -43,6 +44,18 @@ def test_what_an_operation_takes_for_itself_counts() -> None:
     with MemoryMeter() as meter:
         work()
     assert meter.peak_bytes > 3 * 1500 * 1500 * 4
+
+
+def test_pages_that_are_asked_of_the_system_count_while_they_are_there() -> None:
+    with MemoryMeter() as meter:
+        pages = mmap.mmap(-1, 20 * MB, access=mmap.ACCESS_COPY)
+        held = torch.frombuffer(pages, dtype=torch.uint8)
+        meter.mark("mapped")
+        del pages, held
+        meter.mark("going")
+        meter.mark("gone")
+    peaks = dict(meter.peaks)
+    assert peaks["mapped"] == pytest.approx(20 * MB, rel=0.02) and peaks["gone"] < MB
 
 
 def test_files_of_weights_that_are_mapped_count_once(tmp_path: Path) -> None:
