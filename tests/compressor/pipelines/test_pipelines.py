@@ -221,7 +221,8 @@ def test_compressed_modules_are_materialized_while_samples_propagate() -> None:
     model = llama()
     run(model, tokens(), "sequential", Recorder(ignore=("lm_head",)))
     first, last = model.model.layers[0].mlp.down_proj, model.model.layers[2].mlp.down_proj
-    assert first.calls == [True] * 3 and last.calls == [True] and not first.is_materialized
+    assert first.calls == [True] * 3 and not first.is_materialized
+    assert last.calls == [False]  # one sample alone goes on from there
 
 
 def test_basic_runs_whole_forwards_and_ends_with_one_event_for_all_modules() -> None:

@@ -80,7 +80,8 @@ def test_the_graph_holds_the_codes_of_the_checkpoint(llama: LlamaForCausalLM, tm
     assert found_census.counts == {"SEPARATE": 1} and found_census.blocks[0].projections["q"][0].stored == "codes"
     with torch.no_grad():
         logits = model(**inputs).logits.numpy()
-    assert sqnr_db(logits, run_graph(exported.model, exported.inputs or {}, POLICIES["golden"])[0]) > 100
+    ties = scheme.get("input_activations", {}).get("dynamic")  # of an input that is rounded as it comes, one may fall the other way
+    assert sqnr_db(logits, run_graph(exported.model, exported.inputs or {}, POLICIES["golden"])[0]) > (70 if ties else 100)
     assert {name for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)} == set(layers), (
         "the export kept float layers"
     )

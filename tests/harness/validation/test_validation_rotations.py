@@ -153,10 +153,10 @@ def test_bisect_turns_the_base_too(workspace: Workspace, turned: Path, tmp_path:
     assert report.layers[0].modules[0].module == "model.layers.1.mlp.up_proj", report.to_text()
 
 
-def test_rotations_behind_each_other_are_done_again_to_the_bit(workspace: Workspace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"transform_type": "random-hadamard"}, {"transform_block_size": 16}], ids=str)
+def test_rotations_are_done_again_to_the_bit(settings: dict[str, Any], workspace: Workspace, tmp_path: Path) -> None:
     """Sums of numbers of 8 bits are exact, and so are ties between two of them: no order of sums may decide them."""
-    recipe = [SpinQuantModifier(), SpinQuantModifier(transform_type="random-hadamard"), SpinQuantModifier(transform_block_size=16)]
-    oneshot(workspace.base, recipe=recipe, output_dir=tmp_path / "out", device="cpu")
+    oneshot(workspace.base, recipe=SpinQuantModifier(**settings), output_dir=tmp_path / "out", device="cpu")
     subject = read_subject(workspace.base, tmp_path / "out")
     for name in subject.compressed.entries:
         assert torch.equal(subject.base.tensor(name), subject.compressed.tensor(name)), name
