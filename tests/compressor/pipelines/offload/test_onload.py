@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 from collections.abc import Callable
@@ -132,16 +133,15 @@ def test_a_copy_that_fails_leaves_a_run_that_goes_on(
     expected = plain(mode)
     device = request.getfixturevalue("device")
     run(folder, None, mode)
-    for device.fails_at in range(device.last.num_copies, 0, -12):
-        try:
-            run(folder, tmp_path / f"{device.fails_at}", mode)
-        except RuntimeError as error:
-            assert "simulated: a copy has failed" in str(error)
+    for number in range(device.last.num_copies, 0, -12):
+        device.fails_at, output = number, tmp_path / str(number)
+        with contextlib.suppress(RuntimeError):
+            run(folder, output, mode)
+        if not output.exists():
             break
-        assert files(tmp_path / f"{device.fails_at}") == expected  # a trial of a part of a batch is made again with all of it
+        assert files(output) == expected  # a trial of a part of a batch is made again with all of it
     else:
         pytest.fail("no copy that failed has ended a run")
-    output = tmp_path / f"{device.fails_at}"
     assert not device.last.sides.here
     device.fails_at = 0
     assert run(folder, output, mode, resume=True).resumed.startswith("resumed after stage ")
