@@ -55,6 +55,10 @@ class TargetError(UserInputError):
     """A target or ignore pattern matches nothing."""
 
 
+class CacheError(TargetError, AttributeError):
+    """An attention module asks its cache for something else than to take keys and values."""
+
+
 class DatasetError(UserInputError):
     """Calibration data is missing, empty or of the wrong form."""
 

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from compressor.model.folder import one_line, read_json, some
 from compressor.model.headers import NAMES, write_header, write_tensors
 from compressor.model.loading.load import quiet_transformers
 from compressor.model.targets import text_config
+from compressor.nn.layer import QuantizedLayer
 from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.scheme import QuantizationScheme
 from compressor.settings.kinds import parse_bytes
@@ -284,7 +285,10 @@ def _write_pretrained(
         config.quantization_config = with_expert_settings(described, model, schemes, renamed)
     shapes = {key: value.shape for key, value in state.items()}
     names = nullcontext() if described is None else plain_names(model)
-    with _lent_config(model, config), names, kept_fused(model, state, schemes), quiet_transformers(), _files_written_by(write):
+    lent = _lent_config(model, config), _lent_dtype(model), names, kept_fused(model, state, schemes), _files_written_by(write)
+    with ExitStack() as stack, quiet_transformers():
+        for one in lent:
+            stack.enter_context(one)
         try:
             # That of the class: a compressed model may have one of its own, which ends here.
             type(model).save_pretrained(model, folder, state_dict=state, max_shard_size=max_shard_bytes)
@@ -341,6 +345,20 @@ def _storage(value: Tensor) -> int:
 def _place(value: Tensor) -> tuple[int, int]:
     """The same, with where in it the tensor begins."""
     return (_storage(value), int(value.storage_offset())) if value.is_meta else (value.data_ptr(), 0)
+
+
+@contextmanager
+def _lent_dtype(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model of which no parameter is a float any more one without elements: transformers asks the first one for the dtype."""
+    layer = next((module for module in model.modules() if isinstance(module, QuantizedLayer)), None)
+    if layer is None or any(parameter.is_floating_point() for parameter in model.parameters()):
+        yield
+        return
+    model.register_parameter("of_this_dtype", nn.Parameter(torch.empty(0, dtype=layer.dtype)))
+    try:
+        yield
+    finally:
+        del model.of_this_dtype
 
 
 @contextmanager

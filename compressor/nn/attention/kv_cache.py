@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from compressor.errors import SchemeError, TargetError
+from compressor.errors import CacheError, SchemeError, TargetError
 from compressor.nn.attention.queries import see_queries
 from compressor.nn.straight_through import through_rounding
 from compressor.numerics.qparams import QParams, check_qparams
@@ -217,11 +217,14 @@ def kv_qparams(attention: nn.Module, part: str, states: Tensor, args: Quantizati
 class CacheView:
     """What an attention module is handed in the place of its cache: everything is the cache's, but what goes in passes `transform`."""
 
-    def __init__(self, cache: Any, transform: Callable[[str, Tensor], Tensor], queries_of: nn.Module | None = None) -> None:
-        """Take a cache of transformers, or None, what to do with "k" and "v", and the module of which "q" passes `transform`, too."""
+    def __init__(
+        self, cache: Any, transform: Callable[[str, Tensor], Tensor], queries_of: nn.Module | None = None, owner: str = "attention"
+    ) -> None:
+        """Take a cache of transformers, or None, what to do with "k" and "v", the module of which "q" passes it, too, and a name."""
         self._cache = cache
         self._transform = transform
         self._queries_of = queries_of
+        self._owner = owner
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Transform, then store in the cache; without one, give back what was transformed."""
@@ -239,8 +242,13 @@ class CacheView:
 
     def __getattr__(self, name: str) -> Any:
         """Everything else is the cache's."""
-        if self._cache is None or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__}: {name} was asked of an attention module's cache, and there is none")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._cache is None:
+            raise CacheError(
+                f"{self._owner}: {name} was asked of its cache, which is none: it keeps something else than keys and values, which cannot "
+                "be quantized; leave kv_cache_scheme out for this model"
+            )
         return getattr(self._cache, name)
 
 
@@ -274,7 +282,7 @@ def with_view(
         raise TargetError(
             f"{type(attention).__name__}: a cache of encoder and decoder cannot be quantized; leave kv_cache_scheme out for this model"
         )
-    view = CacheView(cache, transform, attention if queries else None)
+    view = CacheView(cache, transform, attention if queries else None, type(attention).__name__)
     if position < len(args):
         return (*args[:position], view, *args[position + 1 :]), kwargs
     return args, {**kwargs, key: view}

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import OlmoConfig, OlmoForCausalLM
 
-from compressor import oneshot
+from compressor import load_compressed, oneshot
 from compressor.errors import CheckpointError
 from compressor.model.checkpoints.audit import check_unclaimed, contents
 
@@ -57,6 +58,19 @@ def test_a_buffer_is_written_as_it_is(kind: str, tmp_path: Path) -> None:
     for name, value in WRITTEN[kind]().items():
         assert found[name].dtype == value.dtype
         assert torch.equal(found[name].view(torch.uint8), value.resolve_conj().resolve_neg().contiguous().view(torch.uint8)), name
+
+
+def test_a_model_without_a_float_left_is_saved_and_read(tmp_path: Path) -> None:
+    """Norms of OLMo have no weights, and transformers asks the first float parameter for the dtype of a model."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    model = OlmoForCausalLM(OlmoConfig(**sizes, **ends, tie_word_embeddings=False)).to(torch.bfloat16).eval()
+    groups = {"all": {"targets": ["Linear", "Embedding"], "weights": {"num_bits": 8, "group_size": 16, "strategy": "group"}}}
+    oneshot(model, recipe={"modifiers": {"QuantizationModifier": {"config_groups": groups}}}, output_dir=tmp_path / "out")
+    assert not list(model.parameters())
+    ids = torch.arange(1, 9)[None]
+    for read in (load_compressed(tmp_path / "out", device="cpu"), OlmoForCausalLM.from_pretrained(tmp_path / "out")):
+        assert torch.equal(read(ids).logits, model(ids).logits)
 
 
 @QUANTIZED

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from compressor.errors import NumericsError, SchemeError, TargetError
+from compressor.errors import CacheError, NumericsError, SchemeError, TargetError
 from compressor.nn.attention.kv_cache import (
     CacheView,
     QuantizedKVCache,
@@ -224,7 +224,10 @@ def test_a_view_is_the_cache_but_for_what_goes_in():
     keys, values = view.update(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 2, 3), 0)
     assert keys.unique().tolist() == [1] and values.unique().tolist() == [2]
     assert view.get_seq_length() == 2 and view.layers is cache.layers
-    alone = CacheView(None, lambda part, states: states * 2)
+    alone = CacheView(None, lambda part, states: states * 2, owner="Lightning")
+    assert not hasattr(alone, "get_linear_cache")
+    with pytest.raises(CacheError, match=r"Lightning: get_linear_cache was asked of its cache.*leave kv_cache_scheme out"):
+        alone.get_linear_cache(0)
     assert alone.update(torch.ones(1), torch.ones(1), 0)[1].tolist() == [2]
     with pytest.raises(AttributeError, match="layers was asked"):
         alone.layers  # noqa: B018
