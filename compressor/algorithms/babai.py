@@ -29,7 +29,7 @@ from compressor.numerics.formats import rounding
 from compressor.numerics.scheme import QuantizationArgs
 
 SWITCH = "COMPRESSOR_KERNEL"
-_TURNED = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements at once: what a core's cache holds, what is worth a launch
+TURNED = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements at once: what a core's cache holds, what is worth a launch
 SUB_BLOCK = 16  # columns that are updated one by one before the next small matrix product
 
 
@@ -165,7 +165,7 @@ def _turn_around(square_CC: Tensor) -> None:
     """Reverse the order of rows and of columns, in place; of contiguous memory that is the order of all elements."""
     flat = square_CC.view(-1)
     half = len(flat) // 2
-    step = _TURNED[square_CC.device.type]
+    step = TURNED[square_CC.device.type]
     for start in range(0, half, step):
         stop = min(start + step, half)
         front, back = flat[start:stop], flat[len(flat) - stop : len(flat) - start]

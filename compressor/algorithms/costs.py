@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from compressor.algorithms.babai import NUM_CANDIDATES, can_search, rounding_kernel
+from compressor.algorithms.babai import NUM_CANDIDATES, TURNED, can_search, rounding_kernel
 from compressor.algorithms.gptq import Solver
 from compressor.algorithms.hessian import ERROR_ROWS, panel_bytes
 from compressor.numerics.part_sums import most_sums
@@ -163,13 +163,14 @@ def gptq_cost(
     searching = stacked + work + square + group * num_rows * held + 2 * FLOAT32_BYTES * group**2 if searched else 0
     # The factor; the weights in float32, and as often again on the way to the shifted ones.
     shifting = stacked + square + (3 + (element_bytes < FLOAT32_BYTES)) * work if has_base_stream else 0
+    turning = stacked + work + square + 2 * FLOAT32_BYTES * min(TURNED["cpu"], columns**2 // 2) if solver == "r_form" else 0  # in place
     solving, searching = (part + (work if has_base_stream and part else 0) for part in (solving, searching))
     factoring = columns**3 * (1 / 3 if solver == "r_form" else 5 / 3)
     sweeps = num_rows * columns * (columns + (NUM_CANDIDATES * group if searched else 0))
     return Cost(
         statistics_bytes=most_sums(num_tokens) * (panel_bytes(columns) + (square if has_base_stream else 0)),
         settled_bytes=2 * square if has_base_stream else square,
-        working_bytes=max(panel_bytes(columns), solving, searching, shifting),  # at first the panels of which the Hessian is made
+        working_bytes=max(panel_bytes(columns), turning, solving, searching, shifting),  # at first the panels of which the Hessian is made
         flops=float(num_tokens) * columns * columns * (3 if has_base_stream else 1)
         + factoring
         + sweeps

@@ -86,6 +86,7 @@ def prune_sparsegpt(
             kept_CR = refined(kept_CR, wanted_RC.t(), gone_CR, damped.matrix(), refining_steps)
         pruned_RC = kept_CR.t().to(weight.dtype).contiguous()
         results.append(PrunedWeight(pruned_RC, relative_output_error(wanted_RC, pruned_RC, hessian_CC)))
+        del wanted_RC, kept_CR, gone_CR  # or they would lie beside those of the next one
     return results
 
 

@@ -36,6 +36,7 @@ PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "cache")  # the last from transformers 5.24 on, which takes the first as well
 _ARGS_ATTRIBUTE, _HANDLE_ATTRIBUTE, _PARTS_ATTRIBUTE = "kv_cache_args", "_kv_cache_handle", "_quantized_parts"
 _KV = ("k", "v")
+_Transform = Callable[[str, Tensor], Tensor]
 _HEADS = {"q": ("num_attention_heads",), **dict.fromkeys(_KV, ("num_key_value_heads", "num_attention_heads"))}
 KV_SCALES = tuple(f"{part}_{what}" for part in _HEADS for what in ("scale", "zero_point"))  # the buffers of an attention module
 
@@ -217,23 +218,16 @@ def kv_qparams(attention: nn.Module, part: str, states: Tensor, args: Quantizati
 class CacheView:
     """What an attention module is handed in the place of its cache: everything is the cache's, but what goes in passes `transform`."""
 
-    def __init__(
-        self, cache: Any, transform: Callable[[str, Tensor], Tensor], queries_of: nn.Module | None = None, owner: str = "attention"
-    ) -> None:
+    def __init__(self, cache: Any, transform: _Transform, queries_of: nn.Module | None = None, owner: str = "attention") -> None:
         """Take a cache of transformers, or None, what to do with "k" and "v", the module of which "q" passes it, too, and a name."""
-        self._cache = cache
-        self._transform = transform
-        self._queries_of = queries_of
-        self._owner = owner
+        self._cache, self._transform, self._queries_of, self._owner = cache, transform, queries_of, owner
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Transform, then store in the cache; without one, give back what was transformed."""
         keys, values = self._transform("k", key_states), self._transform("v", value_states)
         if self._queries_of is not None:
             see_queries(self._queries_of, partial(self._transform, "q"))
-        if self._cache is None:
-            return keys, values
-        result: tuple[Tensor, Tensor] = self._cache.update(keys, values, *args, **kwargs)
+        result: tuple[Tensor, Tensor] = (keys, values) if self._cache is None else self._cache.update(keys, values, *args, **kwargs)
         return result
 
     def get_seq_length(self, *args: Any) -> int:
@@ -245,10 +239,8 @@ class CacheView:
         if name.startswith("__"):
             raise AttributeError(name)
         if self._cache is None:
-            raise CacheError(
-                f"{self._owner}: {name} was asked of its cache, which is none: it keeps something else than keys and values, which cannot "
-                "be quantized; leave kv_cache_scheme out for this model"
-            )
+            asked = f"{self._owner}: {name} was asked of its cache, which keeps something else than keys and values"
+            raise CacheError(f"{asked}; leave kv_cache_scheme out for this model")
         return getattr(self._cache, name)
 
 
@@ -256,7 +248,7 @@ def with_view(
     attention: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    transform: Callable[[str, Tensor], Tensor],
+    transform: _Transform,
     *,
     queries: bool = False,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -279,9 +271,8 @@ def with_view(
     position = len(args) if key in kwargs else list(inspect.signature(attention.forward).parameters).index(key)
     cache = args[position] if position < len(args) else kwargs.get(key)
     if hasattr(cache, "cross_attention_cache"):
-        raise TargetError(
-            f"{type(attention).__name__}: a cache of encoder and decoder cannot be quantized; leave kv_cache_scheme out for this model"
-        )
+        owner = type(attention).__name__
+        raise TargetError(f"{owner}: a cache of encoder and decoder cannot be quantized; leave kv_cache_scheme out for this model")
     view = CacheView(cache, transform, attention if queries else None, type(attention).__name__)
     if position < len(args):
         return (*args[:position], view, *args[position + 1 :]), kwargs
