@@ -126,8 +126,11 @@ class _Watch:
         witness, batch = Witness(model), copy.deepcopy(case.batch)
         self._callers.clear()
         reaching: list[Any] = []
-        with sleep, _kept(model, case.training), random_numbers_kept(), torch.set_grad_enabled(self._subject.trains):
+        with_gradients = self._subject.trains or case.number % 2 == 0  # where another modifier trains, a calibration meets both
+        with sleep, _kept(model, case.training), random_numbers_kept(), torch.set_grad_enabled(with_gradients):
             begin_random_numbers()
+            if case.number % 4 == 3:
+                _accumulate(model)
             before = Snapshot(model)
             output = witness.run(lambda: call(model, batch))
             after = Snapshot(model)
@@ -194,7 +197,8 @@ def _callers_hooks(called: list[nn.Module]) -> tuple[Callable[..., None], ...]:
 
 @contextmanager
 def _kept(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put the model into a mode, and put its modes and tensors back afterwards."""
+    """Put the model into a mode, and put its modes, tensors and gradients back afterwards."""
+    gradients_before = [(parameter, parameter.grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     held: list[dict[str, Any]] = [own for module in model.modules() for own in (module._parameters, module._buffers)]
     tensors = [(own, dict(own), _copies(own.values())) for own in held]
@@ -204,12 +208,21 @@ def _kept(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
+        for parameter, gradient in gradients_before:
+            parameter.grad = gradient
         for own, before, copies in tensors:
             own.update(before)
             for tensor, value in zip(before.values(), copies, strict=True):
                 # One number that is spread over a whole tensor cannot be copied into.
                 if tensor is not None and value is not None and not (0 in _strides(tensor) and torch.equal(tensor, value)):
                     tensor.data.copy_(value)
+
+
+def _accumulate(model: nn.Module) -> None:
+    """Give the parameters gradients, as those of earlier forwards are that add up. Changes the model."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None and parameter.layout is torch.strided:
+            parameter.grad = torch.full_like(parameter, 0.5)
 
 
 def _layout(model: nn.Module) -> list[tuple[object, ...]]:

@@ -15,7 +15,7 @@ from typing import Annotated
 from compressor.atomic import check_output_file, whole_file
 from compressor.errors import CheckpointError, UserInputError
 from compressor.json_text import to_json
-from compressor.settings.kinds import FilePath, Text, Texts
+from compressor.settings.kinds import FilePath, Kind, Text
 from compressor.settings.options import Option, Settings
 from harness.onnx_graph.commands.check import NamesAction
 from harness.onnx_graph.skips.call_records import Calls
@@ -25,6 +25,8 @@ from harness.onnx_graph.skips.supervision import OUT_OF_REACH, OUTSIDE, Ended, s
 from harness.reporting.verdict import Verdict, exit_codes
 from harness.verbs import Command
 
+_WORDS = Kind(lambda given: isinstance(given, list | tuple) and all(isinstance(one, str) for one in given), "a list of texts")
+
 
 class RunSettings(Settings):
     """What runs, and what is skipped in it."""
@@ -33,7 +35,7 @@ class RunSettings(Settings):
     """Passes to leave out, with commas between: fuse_qkv,fuse_attention; may be given several times."""
     as_json: Annotated[FilePath | None, Option("--json", metavar="FILE")] = None
     """Write the recorded calls there, a .json file."""
-    command: Annotated[Texts, Option(positional=True, nargs=argparse.REMAINDER, metavar="-- COMMAND")] = ()
+    command: Annotated[Sequence[str], _WORDS, Option(positional=True, nargs=argparse.REMAINDER, metavar="-- COMMAND")] = ()
     """The command and its arguments, after two dashes."""
 
 

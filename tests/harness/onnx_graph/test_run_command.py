@@ -18,7 +18,7 @@ SCRIPT = "import sys, onnx, onnxsim; onnx.save(onnxsim.simplify(onnx.load(sys.ar
 
 def _command(attention_graph: onnx.ModelProto, folder: Path, code: str = SCRIPT) -> list[str]:
     onnx.save(attention_graph, folder / "in.onnx")
-    return ["--", sys.executable, "-c", code, str(folder / "in.onnx"), str(folder / "out.onnx")]
+    return ["--", sys.executable, "-c", code, str(folder / "in.onnx"), str(folder / "out.onnx"), "", " "]  # as unset variables give
 
 
 def test_the_command_keeps_its_projections_and_the_calls_are_written(
