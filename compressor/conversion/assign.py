@@ -17,7 +17,7 @@ from compressor.model.experts.format import kept_fused, with_fused_floats
 from compressor.model.folder import some
 from compressor.model.headers import NAMES, read_header
 from compressor.model.loading.empty import EmptyModel
-from compressor.model.targets import other_names
+from compressor.model.targets import other_names, outward
 from compressor.modifiers.schemes.base import siblings
 from compressor.nn import QuantizedLayer, empty_layer, weight_of
 from compressor.numerics import QuantizationScheme
@@ -39,11 +39,13 @@ class Origins:
         """Note which memory each tensor of the model would have; to be made before modules are taken apart or replaced."""
         self.empty = empty
         self._keys: dict[int, str] = {}
+        self._held: dict[int, list[str]] = {}  # under every key of tied ones that the files hold, too
         self._stretches: dict[str, list[_Stretch]] = {}
         for key, value in empty.loaded.model.state_dict().items():
             if key in empty.sources or value.untyped_storage()._cdata not in self._keys:
                 self._keys[value.untyped_storage()._cdata] = key
             if key in empty.sources:
+                self._held.setdefault(value.untyped_storage()._cdata, []).append(key)
                 self._stretches[key] = list(self._in_a_row(empty.sources[key]))
 
     def _in_a_row(self, names: Collection[str]) -> Iterator[_Stretch]:
@@ -80,16 +82,19 @@ class Origins:
             raise ModelError(f"{where}: is a part of a tensor in fp8, which is read as a whole only; use a base in bfloat16, or ignore it")
         return part
 
-    def file_name(self, value: Tensor) -> str | None:
+    def file_name(self, value: Tensor, owner: str) -> str | None:
         """Say what the files call the tensor in which a tensor of the model lies.
 
         Args:
             value: on the meta device: a tensor of the model, or a part of one.
+            owner: dotted name of the module that holds it.
 
         Returns:
-            The name; None where transformers computes it from several.
+            The name; None where transformers computes it from several, and where the files hold it for another module to which it is tied.
         """
-        found = self._stretch(value, self._keys.get(value.untyped_storage()._cdata, ""))
+        around = set(outward(owner))
+        own = (key for key in self._held.get(value.untyped_storage()._cdata, ()) if key.rpartition(".")[0] in around)
+        found = next((one for key in own if (one := self._stretch(value, key)) is not None), None)
         return None if found is None else found.name
 
     def _stretch(self, value: Tensor, key: str) -> _Stretch | None:

@@ -135,9 +135,9 @@ def _prepare(empty: EmptyModel, modifier: QuantizationModifier, device: torch.de
     fp8 = [f"{len(empty.scales)} weights of the base are fp8 in blocks, and were read as floats"] if empty.scales else []
     state = State(model, device, report=Report(notes=[*fp8, *empty.loaded.notes]))
     with unfused_experts(model, hold=False) as experts:
-        for module in model.modules():
+        for name, module in model.named_modules(remove_duplicate=False):
             held = module._parameters.get("weight")
-            stored = None if held is None else origins.file_name(held)
+            stored = None if held is None else origins.file_name(held, name)
             if stored is not None and stored.endswith(".weight"):
                 call_also(module, stored.removesuffix(".weight"))
         with Session(state, [modifier]) as session:
