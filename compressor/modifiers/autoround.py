@@ -238,7 +238,7 @@ class AutoRoundModifier(SchemeModifier):
             calls.targets, details = [], {_TARGET: "propagated"}
         if calls.calls:
             with without_modifier_hooks(module), frozen(module), ExitStack() as held:
-                loss = BlockLoss(module, calls, state.device)
+                loss = BlockLoss(module, calls, state.device, floats)
                 for name, one in floats.items():
                     held.enter_context(_inputs_rounded(one, self._schemes[name], name))
                 before, after, best = self._descend(loss, floats, roundings, unreached, state.seed + zlib.crc32(block.encode()))

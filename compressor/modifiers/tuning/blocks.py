@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten, treespec_dumps, treespec_loads
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten, treespec_dumps, treespec_loads
 
 from compressor.distributed.ranks import Ranks
 from compressor.errors import CalibrationError, NumericsError
@@ -21,6 +22,7 @@ from compressor.lifecycle import State
 from compressor.modifiers.schemes.input_statistics import input_of
 from compressor.modifiers.tuning.gradients import send_back
 from compressor.modifiers.tuning.sequences import Axes, Piece, cut, find_axes, joined
+from compressor.nn import weight_of
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.tracing.targets.sample_state import values_kept
 
@@ -49,12 +51,13 @@ class BlockCalls:
     Attributes:
         name: dotted name of the block, for errors.
         calls: on the stream of the compressed model.
-        targets: the batch, and what the uncompressed block gave on the stream of the uncompressed model; empty where nobody asked.
+        targets: the batch, and what the uncompressed block gave on the stream of the uncompressed model, by place among its floats: the
+            first and all that lie as it does; empty where nobody asked.
     """
 
     name: str
     calls: list[BlockCall] = field(default_factory=list)
-    targets: list[tuple[int, Tensor]] = field(default_factory=list)
+    targets: list[tuple[int, dict[int, Tensor]]] = field(default_factory=list)
 
     @property
     def correspond(self) -> bool:
@@ -73,7 +76,8 @@ class BlockCalls:
     def note_output(self, state: State, output: Any) -> None:
         """Keep what it gave on the stream of the uncompressed model."""
         if state.base_stream:
-            self.targets.append((state.batch_index or 0, _kept(first_tensor(output, self.name))))
+            given = floats_of(output, self.name)
+            self.targets.append((state.batch_index or 0, {place: _kept(given[place]) for place in _lying_as(0, given)}))
 
     def brought_to_first(self, ranks: Ranks) -> int:
         """Bring the calls of all ranks to the first, in the order of batches. Changes the calls: the others keep none.
@@ -90,25 +94,32 @@ class BlockCalls:
         if ranks.size == 1:
             return len(self.calls)
         calls = _of_all(ranks, [_told(one, self.name) for one in self.calls])
-        targets = _of_all(ranks, [[batch, given] for batch, given in self.targets])
-        self.calls, self.targets = [_heard(*one) for one in calls], [(batch, given) for batch, given in targets]
+        targets = _of_all(ranks, [[batch, list(given), list(given.values())] for batch, given in self.targets])
+        self.calls, self.targets = (
+            [_heard(*one) for one in calls],
+            [(batch, dict(zip(places, given, strict=True))) for batch, places, given in targets],
+        )
         return int(ranks.broadcast(len(self.calls), 0))
 
 
 class BlockLoss:
     """The squared error of a block's output over sequences that are drawn.
 
+    Of several floats the first that the weights change is judged, with all such that have a value for each of the same tokens: not what
+    is handed through, nor attention probabilities, which nobody reads.
+
     Attributes:
         name: of the block.
     """
 
-    def __init__(self, block: nn.Module, calls: BlockCalls, device: torch.device) -> None:
+    def __init__(self, block: nn.Module, calls: BlockCalls, device: torch.device, layers: Mapping[str, nn.Module]) -> None:
         """Compute the targets that are missing with the block as it is now, a forward of all calls, and cut calls into sequences.
 
         Args:
             block: uncompressed.
             calls: of it.
             device: of the model.
+            layers: inside the block, by name: those whose weights will be tried.
 
         Raises:
             CalibrationError: calls on the two streams do not correspond, or one gives another output when it is made again.
@@ -122,20 +133,28 @@ class BlockLoss:
                 "correspond; use target='propagated'"
             )
         self._pieces: list[Piece] = []
-        known: dict[str, Axes | None] = {}
+        known: dict[str, tuple[list[int], Axes | None]] = {}
         for number, call in enumerate(calls.calls):
             inputs, mask, size = call.inputs, call.mask, call.size
             shapes = str(tree_map(lambda one: (one.shape, one.dtype) if isinstance(one, Tensor) else one, (inputs, size[0])))
-            given = _kept(self._output(self._to(inputs))) if not targets or shapes not in known else targets[number]
+            given = [] if targets and shapes in known else [_kept(one) for one in self._output(inputs)]
             if shapes not in known:
-                known[shapes] = find_axes(inputs, given, size[0], lambda one: self._output(self._to(one)), f"{self.name}: the block")
-            target, axes = targets[number] if targets else given, known[shapes]
-            if not bool(torch.isfinite(_that_count(target, mask)).all()):
+                places = self._changed_by(layers, inputs) if len(given) > 1 else [0]
+                run = partial(self._judged, places=places)
+                known[shapes] = places, find_axes(inputs, _at(places, given), size[0], run, f"{self.name}: the block")
+            places, axes = known[shapes]
+            if targets and not targets[number].keys() >= set(places):
+                raise CalibrationError(
+                    f"{self.name}: its weights change none of what was kept of its output in the uncompressed model, the first tensor and "
+                    "those that lie as it does; use target='propagated'"
+                )
+            target = _at(places, targets[number] if targets else given)
+            if not all(bool(torch.isfinite(_that_count(one, mask)).all()) for one in target.values()):
                 raise NumericsError(
                     f"{self.name}: its calibration outputs hold NaN or infinity; check the model in its own dtype on this data"
                 )
             mask_axis = None if mask is None else 0
-            tokens = target[..., 0].numel()
+            tokens = target[places[0]][..., 0].numel()
             self._pieces += cut((inputs, target, mask), size[0], tokens, None if axes is None else (*axes, mask_axis))
 
     def draw(self, num_sequences: int, generator: torch.Generator) -> list[int]:
@@ -167,9 +186,9 @@ class BlockLoss:
         """
         total = 0.0
         for inputs, target, mask in joined([self._pieces[one] for one in numbers]):
-            error = (self._output(self._to(inputs)).float() - target.to(self._device).float()).square()
-            error = _that_count(error, None if mask is None else mask.to(self._device))
-            loss = error.sum()
+            given, counted = self._judged(inputs, target), None if mask is None else mask.to(self._device)
+            errors = (_that_count((given[place].float() - one.to(self._device).float()).square(), counted) for place, one in target.items())
+            loss = torch.stack([error.sum() for error in errors]).sum()
             total += float(loss.detach())
             if torch.is_grad_enabled():
                 send_back(loss, None, self.name)
@@ -203,17 +222,37 @@ class BlockLoss:
             for inputs, _, _ in joined(self._pieces):
                 if not left:
                     break
-                self._output(self._to(inputs))
+                self._output(inputs)
         return list(left)
 
     def _to(self, tree: Any) -> Any:
         """A copy: a block may write to what it is given, and is called again with it."""
         return tree_map(lambda one: one.to(self._device, copy=True) if isinstance(one, Tensor) else _copied(one), tree)
 
-    def _output(self, inputs: Any) -> Tensor:
-        args, kwargs = inputs
+    def _output(self, inputs: Any) -> list[Tensor]:
+        args, kwargs = self._to(inputs)
         with values_kept(self._block):  # each call begins with what the modules of the block held before all of them
-            return first_tensor(self._block(*args, **kwargs), self.name)
+            return floats_of(self._block(*args, **kwargs), self.name)
+
+    def _judged(self, inputs: Any, places: Iterable[int]) -> dict[int, Tensor]:
+        return _at(places, self._output(inputs))
+
+    def _changed_by(self, layers: Mapping[str, nn.Module], inputs: Any) -> list[int]:
+        """Places of the floats that are judged; dependence on weights is told by gradients, of which nothing is saved."""
+        tried = {name: weight_of(layer).detach().requires_grad_() for name, layer in layers.items()}
+        with torch.enable_grad(), weights_tried(layers, tried), saved_tensors_hooks(lambda saved: None, lambda saved: saved):
+            given = self._output(inputs)
+        first = next((place for place, one in enumerate(given) if one.requires_grad), 0)
+        return [place for place in _lying_as(first, given) if given[place].requires_grad] or [first]
+
+
+def _lying_as(first: int, floats: Sequence[Tensor]) -> list[int]:
+    """Places of the floats whose shape is that of one of them but for channels."""
+    return [place for place, one in enumerate(floats) if one.shape[:-1] == floats[first].shape[:-1]]
+
+
+def _at(places: Iterable[int], floats: Sequence[Tensor] | Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {place: floats[place] for place in places}
 
 
 def _told(call: BlockCall, name: str) -> list[Any]:
@@ -247,28 +286,35 @@ def _that_count(values: Tensor, mask: Tensor | None) -> Tensor:
     return values if mask is None or mask.shape != values.shape[:-1] else values[mask]
 
 
-def first_tensor(output: Any, name: str) -> Tensor:
-    """Return the output itself, or the first tensor in a tuple, a dict or what else torch looks into.
+def floats_of(output: Any, name: str) -> list[Tensor]:
+    """Return the output itself, or the floats in a tuple, a dict or what else torch looks into.
 
     Args:
         output: of a block.
         name: of the block, for errors.
 
     Returns:
-        The hidden states.
+        Floating-point tensors, in their order; scalars, such as a loss, are left out.
 
     Raises:
         CalibrationError: there is none.
     """
-    return _first_of(output, f"{name}: it gives")
+    found = [one for one in tree_leaves(output) if isinstance(one, Tensor) and one.is_floating_point() and one.dim()]
+    if not found:
+        raise CalibrationError(_nothing_in(output, f"{name}: it gives", "floating-point tensor"))
+    return found
 
 
 def _first_of(tree: Any, what: str) -> Tensor:
-    found = next((one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)), None)
+    found = next((one for one in tree_leaves(tree) if isinstance(one, Tensor)), None)
     if found is None:
-        kinds = ", ".join(sorted({type(one).__name__ for one in tree_flatten(tree)[0]})) or "nothing"
-        raise CalibrationError(f"{what} {kinds}, in which no tensor can be found; ignore the modules in it, or use GPTQModifier")
+        raise CalibrationError(_nothing_in(tree, what, "tensor"))
     return found
+
+
+def _nothing_in(tree: Any, what: str, wanted: str) -> str:
+    kinds = ", ".join(sorted({type(one).__name__ for one in tree_leaves(tree)})) or "nothing"
+    return f"{what} {kinds}, in which no {wanted} can be found; ignore the modules in it, or use GPTQModifier"
 
 
 @contextmanager

@@ -71,7 +71,8 @@ def told_unreached(label: str, names: list[str], num_trained: int) -> str:
     """
     return (
         f"{label}: no gradient came to {len(names)} of {num_trained} that are trained ({some(names)}), so nothing was learnt there: no "
-        "token came to them, or the forward cuts them off (no_grad, inference_mode, detach, a rounding or a comparison behind them)"
+        "token came to them, the forward cuts them off (no_grad, inference_mode, detach, a rounding or a comparison behind them), or "
+        "nothing that is judged depends on them"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from compressor.errors import CalibrationError
 
@@ -98,12 +98,12 @@ def joined(pieces: Sequence[Piece]) -> Iterator[Any]:
         yield _together(group)
 
 
-def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], Tensor], where: str) -> Axes | None:
+def find_axes(inputs: Any, output: Any, num_rows: int, run: Callable[[Any], Any], where: str) -> Axes | None:
     """Find out where sequences lie, by running three in another order: two, the first of them again. A single one is the other backwards.
 
     Args:
         inputs: tree of a call.
-        output: what the call gave.
+        output: what the call gave, a floating-point tensor or a tree of such.
         num_rows: sequences in it.
         run: gives the output of inputs.
         where: what is run, for errors; their first words.
@@ -114,11 +114,12 @@ def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], T
     Raises:
         CalibrationError: not even the call itself gives again what it gave.
     """
-    eps = torch.finfo(output.dtype).eps
+    given = tree_leaves(output)
+    eps = max(torch.finfo(one.dtype).eps for one in given)
     best, nearest = None, eps**_SAME
-    for axes in islice(_ways((inputs, output), num_rows), _MOST_WAYS):
+    for axes in islice(_ways((inputs, output), num_rows, len(given)), _MOST_WAYS):
         pieces = cut((inputs, output), num_rows, num_rows, axes)
-        other = _unlike(pieces[-1], pieces[0], run)
+        other = _unlike(pieces[-1], pieces[0], len(given), run)
         if other is None or not _alike(other, pieces[0]):
             continue
         distance = _distance(run, *_together([other, pieces[0], other]))
@@ -134,14 +135,14 @@ def find_axes(inputs: Any, output: Tensor, num_rows: int, run: Callable[[Any], T
     return best
 
 
-def _ways(tree: Any, num_rows: int) -> Iterator[Axes]:
+def _ways(tree: Any, num_rows: int, num_outputs: int) -> Iterator[Axes]:
     """All combinations, the most usual first; leaves of one shape are cut alike."""
     leaves = tree_flatten(tree)[0]
     shapes = [leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves]
     options = {shape: _options(shape, num_rows) for shape in dict.fromkeys(shapes)}
     for chosen in product(*options.values()):
         axes = tuple(dict(zip(options, chosen, strict=True))[shape] for shape in shapes)
-        if axes[-1] is not None:  # else the output would be no sequence's
+        if None not in axes[-num_outputs:]:  # else an output would be no sequence's
             yield axes
 
 
@@ -153,9 +154,9 @@ def _options(shape: torch.Size | None, num_rows: int) -> list[int | None]:
     return [*exact, None, *blocks] if shape[0] == num_rows else [None, *exact, *blocks]
 
 
-def _unlike(piece: Piece, first: Piece, run: Callable[[Any], Tensor]) -> Piece | None:
+def _unlike(piece: Piece, first: Piece, num_outputs: int, run: Callable[[Any], Any]) -> Piece | None:
     """The piece, or where it is the first once more, that one backwards: beside an equal sequence attention gives what it gives alone."""
-    places = [place for place, axis in enumerate(first.axes or ()) if axis is not None][:-1]  # the last is that of the output
+    places = [place for place, axis in enumerate(first.axes or ()) if axis is not None][:-num_outputs]
     if any(not _same(piece.leaves[place], first.leaves[place]) for place in places):
         return piece
     turned = ((place, first.leaves[place].flip(-1)) for place in places)
@@ -165,20 +166,25 @@ def _unlike(piece: Piece, first: Piece, run: Callable[[Any], Tensor]) -> Piece |
     leaves = [*first.leaves[:place], leaf, *first.leaves[place + 1 :]]
     inputs, _ = tree_unflatten(leaves, first.spec)
     try:
-        return replace(first, leaves=[*leaves[:-1], run(inputs).to(leaves[-1].device)])
+        given = [one.to(leaves[-1].device) for one in tree_leaves(run(inputs))]
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, IndexError):  # what is cut so does not run by itself
         return None
+    return replace(first, leaves=[*leaves[:-num_outputs], *given])
 
 
-def _distance(run: Callable[[Any], Tensor], inputs: Any, expected: Tensor) -> float:
+def _distance(run: Callable[[Any], Any], inputs: Any, expected: Any) -> float:
     try:
-        found = run(inputs).to(expected.device)
+        found = run(inputs)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, IndexError):  # shapes that do not fit
         return float("inf")
+    return max(_gap(one.to(known.device), known) for one, known in zip(tree_leaves(found), tree_leaves(expected), strict=True))
+
+
+def _gap(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
         return float("inf")
     gap = (found.double() - expected.double()).nan_to_num()  # of tokens that see nothing
