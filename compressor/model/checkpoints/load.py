@@ -94,8 +94,9 @@ def load_compressed(
     split = _split_fused(model, tensors)
     _attach_kv(model, [one for one in schemes if one.weights is None], kv_cache_scheme, folder)
     rotations = read_rotations(model, config["quantization_config"], tensors, folder)
-    _place_layers(model, tensors, schemes, folder)
-    _check_no_float(model, tensors.keys(), schemes, config["quantization_config"].get("ignore") or (), folder)
+    ignored = config["quantization_config"].get("ignore") or []
+    _place_layers(model, tensors, schemes, ignored, folder)
+    _check_no_float(model, tensors.keys(), schemes, ignored, folder)
     for name, rotation in rotations:
         rotation.attach(model.get_submodule(name))
     _fill(model, tensors, split, folder, config)
@@ -178,6 +179,8 @@ def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[Quantiz
     status = found.get("quantization_status", "compressed")
     if status != "compressed":
         raise ModelError(f"{folder}: quantization_status is {status!r}, which says that weights lie there as floats; {_ELSEWHERE}")
+    if not isinstance(found.get("ignore") or [], list):
+        raise ModelError(f"{folder}: its quantization_config cannot be used here (ignore is no list); restore config.json")
     transforms = found.get("transform_config")
     if not isinstance(transforms or {}, Mapping):
         raise ModelError(f"{folder}: its quantization_config cannot be used here (transform_config is no table); restore config.json")
@@ -252,7 +255,9 @@ def _split_fused(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tens
     return split
 
 
-def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list[QuantizationScheme], folder: Path) -> None:
+def _place_layers(
+    model: nn.Module, tensors: Mapping[str, Tensor], schemes: list[QuantizationScheme], ignored: Sequence[str], folder: Path
+) -> None:
     """Put an empty quantized layer wherever the files hold a part of a quantized weight: what else belongs to it is then found missing."""
     modules = {name: module for name, module in model.named_modules() if is_quantizable(module)}
     stored, others = stored_names(model, list(modules)), other_names(model)
@@ -263,10 +268,9 @@ def _place_layers(model: nn.Module, tensors: Mapping[str, Tensor], schemes: list
             continue
         weighing = (one for one in schemes if one.weights is not None)
         scheme = next((one for one in weighing if any(_is_meant(module, (name, on_disk), target) for target in one.targets)), None)
-        if scheme is None:
-            raise ModelError(
-                f"{folder}: {on_disk} is stored quantized, but no group of the quantization_config targets it; restore config.json"
-            )
+        fault = "no group of the quantization_config targets it" if scheme is None else "the quantization_config ignores it"
+        if scheme is None or any(_is_meant(module, (name, on_disk), pattern) for pattern in ignored):
+            raise ModelError(f"{folder}: {on_disk} is stored quantized, but {fault}; restore config.json")
         put_module(model, name, empty_layer(module, scheme, name=name), others)
 
 
