@@ -64,7 +64,8 @@ def resolve_folder(
         The folder.
 
     Raises:
-        ModelError: a revision was given for a folder, a link in it leads nowhere, or the hub does not give the model.
+        ModelError: a revision was given for a folder, a link in it leads nowhere, what stands in it is neither file nor folder, or the hub
+            does not give the model.
     """
     named = split_name(model) if isinstance(model, str) and not is_there(Path(model)) else None
     if named is None:
@@ -72,6 +73,7 @@ def resolve_folder(
         if is_dir(Path(model)):
             texts = (path for pattern in (*_TEXTS, _CODE) for path in Path(model).glob(pattern))
             _check_links(path for path in texts if path.name != _INDEX_FILE)  # which only those need who need weights
+            _check_ends(Path(model))
         return ModelFolder(Path(model))
     name, own = named
     if own is not None and revision not in (None, DEFAULT_REVISION, own):
@@ -131,6 +133,17 @@ def _check_links(paths: Iterable[Path]) -> None:
     if dangling:
         folder, first = next(iter(dangling.values())).parent, dangling[min(dangling)]
         raise ModelError(f"{folder}: {some(dangling)} link to what is not there ({first.name}: {first.readlink()}); fetch the folder again")
+
+
+def _check_ends(folder: Path) -> None:
+    """Refuse pipes, sockets and devices: who reads or copies one waits for ever, or never comes to an end."""
+    odd = [path.name for pattern in ("*", "*/*.jinja") for path in folder.glob(pattern) if is_there(path) and not _ends(path)]
+    if odd:
+        raise ModelError(f"{folder}: {some(odd)}: no file but a pipe, a socket or a device, which has no end; take it out of the folder")
+
+
+def _ends(path: Path) -> bool:
+    return path.is_file() or path.is_dir()
 
 
 def is_dir(folder: Path) -> bool:
