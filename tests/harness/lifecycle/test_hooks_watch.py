@@ -130,6 +130,18 @@ def test_a_hook_that_changes_a_forward_is_told(what: str) -> None:
     assert says in record.summary
 
 
+def test_gradients_that_a_forward_was_shown_are_gone_behind_it() -> None:
+    class Looks(Base):
+        def on_calibration_start(self, state: State, event: Event) -> None:
+            self.register_hook(state.model.get_submodule("norm"), lambda m, a, y: None, "forward")
+
+        def on_calibration_end(self, state: State, event: Event) -> None:
+            assert all(parameter.grad is None for parameter in state.model.parameters())
+            super().on_calibration_end(state, event)
+
+    assert look(Looks, "hooks_watch", "completes").passed
+
+
 def test_a_tag_says_that_a_forward_is_meant_to_change() -> None:
     record = look(hooked("norm", lambda m, a, y: y * 2), "hooks_watch", tags=["changes_forward"]).records[-1]
     assert record.outcome is Outcome.SKIP

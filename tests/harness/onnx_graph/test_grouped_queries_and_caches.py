@@ -96,3 +96,14 @@ def test_a_pattern_of_places_that_all_share_makes_no_weight_of_three(form: str) 
     assert census(made(text)).counts == {"SEPARATE": 1}, census(made(text)).text()
     one = text.replace("bookk", "bookq").replace("bookv", "bookq")
     assert census(made(one)).counts == {"FUSED": 1}, census(made(one)).text()
+
+
+def test_a_shape_that_each_role_looks_up_for_itself_makes_no_weight_of_its_own() -> None:
+    text = "".join(f"{role}s = Gather(shape{role}, order) w{role} = Reshape(whole, {role}s) " for role in "qkv") + LAYERS
+    text += "kt = Transpose<perm = [0, 2, 1]>(k) s = MatMul(q, kt) w = Softmax(s) y = MatMul(w, v)"
+    whole = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+    held = {f"shape{role}": np.array([8, 8]) for role in "qkv"} | {"order": np.array([0, 1]), "whole": whole}
+    graph = parser.parse_graph(f"g (float[1, 5, 8] x) => (float[1, 5, 8] y) {{ {text} }}")
+    graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in held.items())
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    assert census(model).counts == {"FUSED": 1}, census(model).text()

@@ -60,17 +60,25 @@ def test_a_buffer_is_written_as_it_is(kind: str, tmp_path: Path) -> None:
         assert torch.equal(found[name].view(torch.uint8), value.resolve_conj().resolve_neg().contiguous().view(torch.uint8)), name
 
 
+def test_a_conjugate_is_not_what_lies_in_its_memory() -> None:
+    found = contents(Net(WRITTEN["a conjugate beside what it is one of"]()))
+    assert found["a"] != found["b"]
+
+
 def test_a_model_without_a_float_left_is_saved_and_read(tmp_path: Path) -> None:
     """Norms of OLMo have no weights, and transformers asks the first float parameter for the dtype of a model."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
     model = OlmoForCausalLM(OlmoConfig(**sizes, **ends, tie_word_embeddings=False)).to(torch.bfloat16).eval()
     groups = {"all": {"targets": ["Linear", "Embedding"], "weights": {"num_bits": 8, "group_size": 16, "strategy": "group"}}}
     oneshot(model, recipe={"modifiers": {"QuantizationModifier": {"config_groups": groups}}}, output_dir=tmp_path / "out")
     assert not list(model.parameters())
     ids = torch.arange(1, 9)[None]
-    for read in (load_compressed(tmp_path / "out", device="cpu"), OlmoForCausalLM.from_pretrained(tmp_path / "out")):
-        assert torch.equal(read(ids).logits, model(ids).logits)
+    # Rotary frequencies of the model in memory were rounded with it; those of a model that is read are not.
+    ours, theirs = load_compressed(tmp_path / "out", device="cpu"), OlmoForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(ours(ids).logits, theirs(ids).logits) and theirs.dtype == torch.bfloat16
+    torch.testing.assert_close(ours(ids).logits, model(ids).logits, rtol=0, atol=0.05)
 
 
 @QUANTIZED
