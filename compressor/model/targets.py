@@ -217,6 +217,21 @@ def other_names(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
+def all_names(model: nn.Module) -> dict[str, list[str]]:
+    """Find every name of every module, also of the parts of one that stands in several places.
+
+    Args:
+        model: on any device; not modified.
+
+    Returns:
+        The name that `named_modules` gives a module, to all that it has, that one first.
+    """
+    found: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        found.setdefault(id(module), []).append(name)
+    return {names[0]: names for names in found.values()}
+
+
 def put_module(model: nn.Module, name: str, new: nn.Module, others: Mapping[str, Sequence[str]]) -> None:
     """Put a module in the place of another, wherever the model holds that one. Changes the model.
 

@@ -16,7 +16,7 @@ from torch import nn
 from compressor.errors import SchemeError
 from compressor.model.experts.format import fused_modules, plain_names
 from compressor.model.folder import some
-from compressor.model.targets import matches
+from compressor.model.targets import all_names, matches
 from compressor.nn import QuantizedEmbedding, QuantizedLayer, QuantizedLinear, weight_of
 from compressor.nn.attention.kv_cache import attention_modules, kv_scheme_of, quantized_parts
 from compressor.nn.experts import UnfusedExperts
@@ -114,14 +114,18 @@ def config_of(
     kv = kv_scheme_of(model)
     if not schemes and kv is None and not transforms:
         return None
-    names = renamed or {}
-    ignore = unquantized_linears(model)
+    renamed, places = renamed or {}, all_names(model)
+    ignore = [place for name in unquantized_linears(model) for place in places[name]]
     embeddings = [name for name in schemes if isinstance(model.get_submodule(name), QuantizedEmbedding)]
+
+    def aliases(name: str) -> list[str]:
+        return [alias for place in places[name] for alias in (place, renamed.get(place, place))]
+
     queries = {type(module).__name__ for module in attention_modules(model).values() if "q" in quantized_parts(module)}
     return quantization_config(
-        {alias: scheme for name, scheme in schemes.items() for alias in (name, names.get(name, name))},
-        ignore + [names[name] for name in ignore if name in names],
-        others=[alias for name in embeddings for alias in (name, names.get(name, name))],
+        {alias: scheme for name, scheme in schemes.items() for alias in aliases(name)},
+        ignore + [renamed[name] for name in ignore if name in renamed],
+        others=[alias for name in embeddings for alias in aliases(name)],
         kv_cache_scheme=kv,
         attention=sorted(queries),
         dtype=_dtype_of(model),

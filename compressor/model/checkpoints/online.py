@@ -21,7 +21,7 @@ from compressor.algorithms.rotations import Rotation, RotationKind, rotation_of
 from compressor.errors import ModelError
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.folder import some
-from compressor.model.targets import matches
+from compressor.model.targets import all_names, matches
 from compressor.nn import is_quantizable, weight_of
 from compressor.nn.online_rotation import OnlineRotation, Side, rotated_modules
 from compressor.nn.quantized_linear import is_conv1d
@@ -49,7 +49,8 @@ def transform_config(model: nn.Module, renamed: Mapping[str, str]) -> dict[str, 
     for name, rotations in rotated_modules(model).items():
         for rotation in rotations:
             groups.setdefault(rotation.group, []).append((name, rotation))
-    return {"config_groups": {group: _group(model, members, renamed) for group, members in groups.items()}} if groups else {}
+    places = all_names(model) if groups else {}
+    return {"config_groups": {group: _group(model, members, renamed, places) for group, members in groups.items()}} if groups else {}
 
 
 def rotation_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -132,11 +133,13 @@ def read_rotations(
     return found
 
 
-def _group(model: nn.Module, members: Sequence[tuple[str, OnlineRotation]], renamed: Mapping[str, str]) -> dict[str, Any]:
+def _group(
+    model: nn.Module, members: Sequence[tuple[str, OnlineRotation]], renamed: Mapping[str, str], places: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     first = members[0][1]
     sizes = {rotation.rotation.size for _, rotation in members}
     whole = all(rotation.rotation.size == _width(model.get_submodule(name), rotation.side) for name, rotation in members)
-    targets = [alias for name, _ in members for alias in dict.fromkeys((name, renamed.get(name, name)))]
+    targets = [alias for name, _ in members for place in places[name] for alias in dict.fromkeys((place, renamed.get(place, place)))]
     offline = {"targets": targets, "location": f"weight_{first.side}", "inverse": not first.back, "ignore": []}
     online = {"targets": targets, "location": first.side, "inverse": first.back, "ignore": []}
     return {

@@ -30,7 +30,7 @@ from compressor.model.experts.format import kept_fused, plain_names, with_expert
 from compressor.model.folder import one_line, read_json, some
 from compressor.model.headers import NAMES, write_header, write_tensors
 from compressor.model.loading.load import quiet_transformers
-from compressor.model.targets import text_config
+from compressor.model.targets import all_names, text_config
 from compressor.nn.layer import QuantizedLayer
 from compressor.nn.online_rotation import rotated_modules
 from compressor.numerics.scheme import QuantizationScheme
@@ -278,7 +278,9 @@ def _write_pretrained(
     config = copy.deepcopy(model.config)
     rotated = rotated_modules(model)
     matrices = rotation_tensors(model) if rotated else {}
-    renamed = stored_names(model, [*schemes, *unquantized_linears(model), *rotated]) if schemes or rotated else {}
+    places = all_names(model)
+    said = [place for name in (*schemes, *unquantized_linears(model), *rotated) for place in places[name]]
+    renamed = stored_names(model, said) if schemes or rotated else {}
     state = _untie(model, config, state) | _as_in_model(model, matrices, renamed)
     described = config_of(model, schemes, renamed, transform_config(model, renamed) if rotated else None)
     if described is not None:
