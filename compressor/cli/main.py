@@ -225,6 +225,7 @@ def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("recipe", metavar="FILE", help="recipe: a YAML or JSON file, or its text")
     add_options(check, RecipeSettings)
     check.add_argument("--model", metavar="M", help="folder of a model, or its name on the hub; weights are not needed")
+    check.add_argument("--json", action="store_true", help="print the result as JSON on standard output")
 
 
 def _run_recipe(args: argparse.Namespace) -> int:
@@ -234,11 +235,17 @@ def _run_recipe(args: argparse.Namespace) -> int:
         print(to_json(recipe_schema()), end="")
         return EXIT_OK
     recipe = load_recipe(args.recipe, args=args.recipe_args)
-    print(recipe.dump(), end="")
+    made = None
+    if not args.json:
+        print(recipe.dump(), end="")
     if args.model is not None:
         from compressor.planning import plan_recipe
 
-        _print_plan(plan_recipe(args.model, recipe, PlanSettings(recipe=args.recipe, recipe_args=args.recipe_args)))
+        made = plan_recipe(args.model, recipe, PlanSettings(recipe=args.recipe, recipe_args=args.recipe_args))
+    if args.json:
+        print(to_json({**recipe.to_dict(), "plan": None if made is None else made.to_dict()}), end="")
+    elif made is not None:
+        _print_plan(made)
     return EXIT_OK
 
 

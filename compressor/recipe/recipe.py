@@ -98,6 +98,18 @@ class Recipe:
         data = {f"{stage.name}_stage": _stage_data(stage) for stage in self.stages}
         return yaml.dump(data, Dumper=YamlDumper, sort_keys=False, default_flow_style=None, width=120)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Give what `dump` writes as data for programs, in lists, so that the order of modifiers outlives sorted keys.
+
+        Returns:
+            `stages`, in order: each with its `name`, `run_type` (None for any) and `modifiers`, a mapping of the type to its settings each.
+
+        Raises:
+            RecipeError: a setting of a modifier cannot be written as text.
+        """
+        stages = [{"name": stage.name, "run_type": stage.run_type, "modifiers": _listed(stage)} for stage in self.stages]
+        return {"stages": stages}
+
 
 def load_recipe(
     source: RecipeSource,
@@ -284,7 +296,11 @@ def _stage_data(stage: Stage) -> dict[str, Any]:
     nested = all(group and "${" not in group and len({names[id(m)] for m in members}) == len(members) for group, members in groups)
     if nested and len({group for group, _ in groups}) == len(groups):
         return {**head, **{f"{group}_modifiers": {names[id(m)]: _settings(m) for m in members} for group, members in groups}}
-    return {**head, "modifiers": [{names[id(m)]: {"group": escape(m.group), **_settings(m)}} for m in stage.modifiers]}
+    return {**head, "modifiers": _listed(stage)}
+
+
+def _listed(stage: Stage) -> list[dict[str, Any]]:
+    return [{modifier_name(type(one)): {"group": escape(one.group), **_settings(one)}} for one in stage.modifiers]
 
 
 def _by_name(value: Any) -> str:

@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 
 from compressor import oneshot
 from compressor.cli.main import main
+from compressor.recipe import load_recipe
 
 GPTQ = "quant_stage: {quant_modifiers: {GPTQModifier: {scheme: W4A16, ignore: [lm_head]}}}"
+SMOOTHED = "quant_stage: {quant_modifiers: {SmoothQuantModifier: {}, QuantizationModifier: {scheme: W8A8, ignore: [lm_head]}}}"
 ROUND = "quant_stage: {quant_modifiers: {QuantizationModifier: {scheme: '${scheme}', ignore: [lm_head]}}}"
 
 
@@ -239,6 +241,11 @@ def test_recipe_check_and_schema(run: Runner, capsys: pytest.CaptureFixture[str]
     assert "unstructured, 50% zeros" in capsys.readouterr().out
     assert main(["recipe", "check", GPTQ.replace("scheme", "schem")]) == 1
     assert "scheme" in capsys.readouterr().err
+    assert main(["recipe", "check", SMOOTHED, "--json", "--model", str(run.model)]) == 0
+    checked = json.loads(capsys.readouterr().out)
+    assert [next(iter(one)) for one in checked["stages"][0]["modifiers"]] == ["SmoothQuantModifier", "QuantizationModifier"]  # in order
+    assert load_recipe({"q_stage": {"modifiers": checked["stages"][0]["modifiers"]}}).modifiers == load_recipe(SMOOTHED).modifiers
+    assert checked["plan"]["estimate"]["checkpoint_bytes"] > 0
     assert main(["recipe", "schema"]) == 0
     assert "GPTQModifier" in capsys.readouterr().out
 

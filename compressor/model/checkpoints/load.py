@@ -299,8 +299,9 @@ def _check_no_float(
 
 def _check_parts(model: nn.Module, folder: Path) -> None:
     """Refuse scales that are no numbers, and shapes that are another weight's."""
+    attention = attention_modules(model)
     for name, layer in model.named_modules():
-        if not isinstance(layer, QuantizedLayer):
+        if not isinstance(layer, QuantizedLayer) and name not in attention:
             continue
         for key, value in layer.named_buffers(recurse=False):
             if value.is_floating_point() and key.endswith("scale") and not bool(value.float().isfinite().all()):

@@ -32,6 +32,7 @@ _NOTE = (
 )
 _HADAMARD: tuple[RotationKind, ...] = ("hadamard", "random-hadamard")
 _KINDS = (*_HADAMARD, "random-matrix")
+_ROUNDING = 0.02  # of a rotation in bfloat16, relative
 _SIDES: Mapping[str, Side | None] = {"input": "input", "output": "output", "weight_input": None, "weight_output": None}
 
 
@@ -128,6 +129,7 @@ def read_rotations(
                 matrix = matrices.matrix(f"{stored.get(name, name)}.{_key(group, side or 'input')}", size, where)
                 key = group, side or "input", id(matrix), bool(entry.get("inverse"))
                 if key not in shared:
+                    _check_rotation(matrix, where)
                     shared[key] = _read(group, key[1], scheme["type"], matrix, inverse=key[-1])
                 found.append((name, shared[key]))
     return found
@@ -166,6 +168,15 @@ def _stored(rotation: OnlineRotation) -> Tensor:
     if _kind([rotation.rotation]) == "random-matrix":
         return (matrix.T if rotation.back else matrix).contiguous().float()
     return (matrix * rotation.rotation.size**0.5).round().float()
+
+
+def _check_rotation(matrix_BB: Tensor, where: str) -> None:
+    """Refuse what does not take itself back, by some rows of random numbers: all of the product would take minutes where B is large."""
+    rows_NB = torch.randn(4, len(matrix_BB), dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+    scale = matrix_BB.float().square().sum(0).mean()  # 1, or B where it holds +1 and -1
+    back_NB = rows_NB @ matrix_BB.float() @ matrix_BB.float().T
+    if not bool((back_NB - scale * rows_NB).norm() <= _ROUNDING * scale * rows_NB.norm()):
+        raise ModelError(f"{where}: its matrix of {len(matrix_BB)} x {len(matrix_BB)} is no rotation; fetch the folder again")
 
 
 def _read(group: str, side: Side, kind: str, matrix: Tensor, *, inverse: bool) -> OnlineRotation:

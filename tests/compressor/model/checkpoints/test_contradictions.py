@@ -18,17 +18,22 @@ from compressor.entrypoints.inspection import inspect_checkpoint
 from compressor.errors import ModelError
 from tests import tiny
 
-UP = "model.layers.0.mlp.up_proj"
+UP, DOWN, ATTENTION = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj", "model.layers.1.self_attn"
 WEIGHTS = {"num_bits": 4, "group_size": 8, "strategy": "group"}
+KEYS_AND_VALUES = {"num_bits": 8, "type": "float", "dynamic": False}
+GROUPS = {"g": {"targets": ["Linear"], "weights": WEIGHTS}}
 RECIPE = {
-    "modifiers": {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"g": {"targets": ["Linear"], "weights": WEIGHTS}}}}
+    "modifiers": {
+        "SpinQuantModifier": {"rotations": ["R4"]},
+        "QuantizationModifier": {"ignore": ["lm_head"], "config_groups": GROUPS, "kv_cache_scheme": KEYS_AND_VALUES},
+    }
 }
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sound") / "out"
-    oneshot(tiny.llama(), recipe=RECIPE, output_dir=folder)
+    oneshot(tiny.llama(), recipe=RECIPE, dataset=torch.arange(32).view(2, 16), output_dir=folder)
     return folder
 
 
@@ -41,10 +46,10 @@ def says(**fields: Any) -> Callable[[Path], None]:
     return change
 
 
-def holds(name: str, change: Callable[[Tensor], Any]) -> Callable[[Path], None]:
+def holds(name: str, change: Callable[[Tensor], Any], module: str = UP) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         tensors = load_file(folder / "model.safetensors")
-        change(tensors[f"{UP}.{name}"])
+        change(tensors[f"{module}.{name}"])
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
     return damage
@@ -58,6 +63,12 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "another weight's shape": (holds("weight_shape", lambda one: one.copy_(torch.tensor([64, 40]))), r"weight_shape is \[64, 40\]"),
     "no shape": (holds("weight_shape", lambda one: one.copy_(torch.tensor([64, -32]))), r"weight_shape is \[64, -32\]"),
     "scales that are no numbers": (holds("weight_scale", lambda one: one[3].fill_(float("nan"))), "weight_scale holds NaN or infinity"),
+    "scales of keys that are no numbers": (
+        holds("k_scale", lambda one: one.fill_(float("inf")), ATTENTION),
+        "k_scale holds NaN or infinity",
+    ),
+    "a matrix that turns nothing": (holds("R4_input.weight", lambda one: one[1].copy_(one[0]), DOWN), "of 64 x 64 is no rotation"),
+    "a matrix of another sign": (holds("R4_input.weight", lambda one: one[3, 5].neg_(), DOWN), "of 64 x 64 is no rotation"),
 }
 
 
