@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from compressor.errors import UserInputError
 from compressor.json_text import from_json, to_json
@@ -59,6 +59,16 @@ class Predicate(BaseModel):
     failed: Annotated[tuple[str, ...], Field(alias="failedTests")] = ()
     verdict: Verdict
     waivers: dict[str, Waiver] = Field(default_factory=dict)
+    versions: dict[str, str]
+
+    @field_validator("configuration")
+    @classmethod
+    def _names_what_it_rests_on(cls, found: tuple[Resource, ...]) -> tuple[Resource, ...]:
+        names = [one.name for one in found]
+        has_base = any(name.startswith("base/") for name in names)
+        if len(set(names)) < len(names) or not {"dataset", "policy"} < set(names) or not has_base:
+            raise ValueError("must name the files of the base (base/...), the dataset and the policy, each once")
+        return found
 
     @model_validator(mode="after")
     def _says_one_thing(self) -> Self:

@@ -135,6 +135,19 @@ def test_a_statement_that_contradicts_itself_is_none(name: str, signed: Path, ma
     assert said in str(caught.value)
 
 
+def test_a_statement_that_does_not_say_what_it_rests_on_is_none(signed: Path, made: Release, tmp_path: Path) -> None:
+    sound = json.loads((signed / "statement.json").read_text())
+    rests_on = sound["predicate"]["configuration"]
+    without = [[one for one in rests_on if not one["name"].startswith(kind)] for kind in ("dataset", "policy", "base/")]
+    wrong = [{"configuration": one} for one in ([], rests_on + rests_on[:1], *without)] + [
+        {"versions": one} for one in (7, None, {"torch": 2})
+    ]
+    for fields in wrong:
+        (tmp_path / "s.json").write_text(json.dumps({**sound, "predicate": {**sound["predicate"], **fields}}))
+        with pytest.raises(UserInputError, match=f"is no statement of a sign-off: predicate.{next(iter(fields))}"):
+            verify_statement(tmp_path / "s.json", made.compressed, today=date(2026, 11, 25))
+
+
 def _pipe(folder: Path) -> str:
     os.mkfifo(folder / "x")
     return "x: is a pipe, a socket or a device"
