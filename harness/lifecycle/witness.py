@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
@@ -80,8 +81,13 @@ class Witness:
 
 
 def _looked_at(values: object) -> object:
-    """Values, and which of them carry gradients."""
-    return flowing(values), [leaf.requires_grad for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    """Values, and how tensors among them carry gradients and lie in memory: a `view` behind a hook fails where it lies another way."""
+    return flowing(values), [(leaf.requires_grad, strides(leaf)) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor; none where it has no such layout."""
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 # Values that flow through a forward, by what they say.

@@ -19,7 +19,7 @@ from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differ
 from harness.lifecycle.driving.probes import masked_batch
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze
 from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call, gradients
-from harness.lifecycle.witness import Witness, flowing
+from harness.lifecycle.witness import Witness, flowing, strides
 
 # A hook may wait for its second call, or for its fifth: these many batches, in evaluation and in training mode.
 LEAST_BATCHES = 4
@@ -214,7 +214,7 @@ def _kept(model: nn.Module, training: bool) -> Iterator[None]:
             own.update(before)
             for tensor, value in zip(before.values(), copies, strict=True):
                 # One number that is spread over a whole tensor cannot be copied into.
-                if tensor is not None and value is not None and not (0 in _strides(tensor) and torch.equal(tensor, value)):
+                if tensor is not None and value is not None and not (0 in strides(tensor) and torch.equal(tensor, value)):
                     tensor.data.copy_(value)
 
 
@@ -229,10 +229,6 @@ def _layout(model: nn.Module) -> list[tuple[object, ...]]:
     """How the values of a model lie in memory."""
     own = {id(tensor): tensor for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values())}
     return [_place(tensor) for tensor in own.values() if tensor is not None]
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:

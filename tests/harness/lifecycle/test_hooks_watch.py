@@ -92,6 +92,13 @@ HOOKS: dict[str, tuple[str, Hook, str, dict[str, bool], str]] = {
     "the last output": ("lm_head", lambda m, a, y: y.round(), "forward", {}, "the output of lm_head"),
     "a tuple": ("", lambda m, a, y: (y,), "forward", {}, "the output of the model"),
     "an equal output that requires gradients": ("norm", lambda m, a, y: y.clone().requires_grad_(), "forward", {}, "the output of norm"),
+    "equal values that lie another way": (
+        "norm",
+        lambda m, a, y: y.transpose(0, 1).contiguous().transpose(0, 1),
+        "forward",
+        {},
+        "the output of norm",
+    ),
     "ids in place": ("", lambda m, a, k: _none(_ids(a, k).clamp_(max=1)), "forward_pre", WITH_KEYWORDS, "the input of the model"),
     "ids after the forward": ("", lambda m, a, k, y: _none(_ids(a, k).zero_()), "forward", WITH_KEYWORDS, "the output of the model"),
     "the dtype of ids": ("embed_tokens", lambda m, a: (a[0].int(),), "forward_pre", {}, "the input of embed_tokens"),
