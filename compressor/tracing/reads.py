@@ -26,12 +26,12 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, overrides
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compressor.data.collate import call_model
@@ -52,6 +52,36 @@ _ASKS = frozenset(
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OUTSIDE = "outside of all targets"
 _TAKES_AFTER = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
+
+
+class Unnoticed(TorchFunctionMode):
+    """A mode that code asking for one is not told of: nn.TransformerEncoder takes another way where it meets any, with other bits."""
+
+    num_entered: ClassVar[int] = 0  # forwards that take turns leave theirs in any order
+
+    def __enter__(self) -> Any:
+        """Enter the mode."""
+        Unnoticed.num_entered += 1
+        overrides.has_torch_function = _has_torch_function
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave it."""
+        super().__exit__(*error)
+        Unnoticed.num_entered -= 1
+        if not Unnoticed.num_entered:
+            overrides.has_torch_function = _ASKED_OF_TORCH
+
+
+_ASKED_OF_TORCH = overrides.has_torch_function
+_DISABLED = torch._C._disabled_torch_function_impl
+
+
+def _has_torch_function(args: Iterable[Any]) -> bool:
+    """Answer as torch does, by the classes of the tensors alone where all modes are to go unnoticed."""
+    if not torch._C._is_torch_function_enabled() or not all(isinstance(one, Unnoticed) for one in _get_current_function_mode_stack()):
+        return _ASKED_OF_TORCH(args)
+    return any(type(one) is not Tensor and getattr(type(one), "__torch_function__", _DISABLED) is not _DISABLED for one in args)
 
 
 class ForeignWeights:
@@ -296,7 +326,7 @@ class ReadWatch(TorchDispatchMode):
 _MARKS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
-class LeftMemory(TorchFunctionMode):
+class LeftMemory(Unnoticed):
     """Looks for memory that two forwards use: by it, what one leaves outside of arguments reaches the other. Active while it is entered.
 
     All that a forward may use is what it was handed or has made, and what belongs to the model or a batch and is not written to.

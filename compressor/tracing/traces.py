@@ -18,7 +18,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch
 from compressor.random_state import generator_state, set_generator_state
@@ -27,6 +26,7 @@ from compressor.tracing.footprint import KeptTensor, Stirred, is_of_model
 from compressor.tracing.graph.nested_values import SETTINGS, Modes, call_name
 from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.graph.planner import without_traces
+from compressor.tracing.reads import Unnoticed
 from compressor.tracing.targets.call_order import plain_forward
 
 _MISSING = object()
@@ -268,7 +268,7 @@ class KeptWeights(Unrepeatable):
     """What was made of a weight would outlive it."""
 
 
-class _Reading(TorchFunctionMode):
+class _Reading(Unnoticed):
     """Counts the torch calls that are given a weight."""
 
     def __init__(self, names: Mapping[int, str]) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
 
 from compressor.data.layouts import has_memory
 from compressor.tracing.graph.encoder import Binder, Encoder, Numbers
@@ -26,11 +25,11 @@ from compressor.tracing.graph.nested_values import (
 )
 from compressor.tracing.graph.nodes import ROOT, GraphBuilder, SwallowedTarget, current_frames, current_place, set_attribute, set_buffer
 from compressor.tracing.graph.shared_objects import SharedObjects, SideEffects, modules_around
-from compressor.tracing.reads import ForeignWeights
+from compressor.tracing.reads import ForeignWeights, Unnoticed
 from compressor.tracing.symbolic import is_symbolic, plain
 
 
-class Recorder(TorchFunctionMode):
+class Recorder(Unnoticed):
     """Records one forward.
 
     Attributes:

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch, call_model
 from compressor.data.layouts import kind_of
@@ -24,7 +23,7 @@ from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.proof import OtherNumbers, Seen, observe
-from compressor.tracing.reads import ForeignWeights, HostReads, LeftMemory, ReadWatch
+from compressor.tracing.reads import ForeignWeights, HostReads, LeftMemory, ReadWatch, Unnoticed
 from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
@@ -139,7 +138,7 @@ def _homes(model: nn.Module, cut: Partition) -> dict[nn.Module, tuple[str, str]]
     return {module: (name, inside[name]) for module, name in named.items() if name in inside}
 
 
-class _Looking(TorchFunctionMode):
+class _Looking(Unnoticed):
     """Shows every torch call of a forward to those who look for weights, and for values that Python reads."""
 
     def __init__(self, weights: ForeignWeights, reads: HostReads) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from compressor.data.collate import Batch, call_model
 from compressor.data.layouts import digest, kind_of, num_bytes
@@ -17,6 +18,7 @@ from compressor.errors import TracingError
 from compressor.pipelines.offload.activation_store import ActivationStore
 from compressor.tracing import Engine, trace
 from compressor.tracing.flow import measure_flow
+from compressor.tracing.reads import LeftMemory
 
 WIDTH = 8
 
@@ -179,3 +181,49 @@ def test_digests_depend_on_values_and_indices(copies: int) -> None:
         made = torch.nested.nested_tensor(rows, layout=layout)
         assert kind_of(made) == "float32 nested ((2, 3), (1, 3))" and num_bytes(made) == 36
         assert digest(made) != digest(torch.nested.nested_tensor([rows[0] * 2, rows[1]], layout=layout))
+
+
+class Asks(nn.Module):
+    """Takes another way where torch says that somebody overrides its functions, as nn.TransformerEncoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x + 1 if torch.overrides.has_torch_function((x, mask)) else x)
+        return x
+
+
+@pytest.mark.parametrize("engine", ["suspend", "auto"])
+def test_code_that_asks_for_overrides_goes_the_way_of_plain_forwards(engine: Engine, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, given, asked = Asks().eval(), batches(), torch.overrides.has_torch_function
+    plan = trace(model, given, ["layers.0", "layers.1", "layers.2"], engine=engine)
+    with ActivationStore(torch.device("cpu"), 0, 0, tmp_path) as store, torch.no_grad():
+        run = plan.run(given, store if plan.engine == "graph" else None, keep_outputs=True)
+        with run:
+            for stage in run:
+                stage.rehearse()
+                stage.propagate()
+    assert plan.engine == ("graph" if engine == "auto" else engine)
+    assert all(map(torch.equal, run.outputs, [call_model(model, batch) for batch in given]))
+    assert torch.overrides.has_torch_function is asked
+
+
+class Labelled(Tensor):
+    pass
+
+
+def test_only_modes_that_look_on_are_unnoticed() -> None:
+    plain, labelled, named = torch.ones(2), torch.ones(2).as_subclass(Labelled), nn.Parameter(torch.ones(2))
+    with LeftMemory([]):
+        assert not torch.overrides.has_torch_function((plain, named, None))
+        assert torch.overrides.has_torch_function((plain, labelled))
+        with torch._C.DisableTorchFunctionSubclass(), torch._C.DisableTorchFunction():
+            assert not torch.overrides.has_torch_function((labelled,))
+        with TorchFunctionMode(), LeftMemory([]):
+            assert torch.overrides.has_torch_function((plain,))  # a mode of the model's own code
