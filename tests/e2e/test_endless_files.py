@@ -1,4 +1,4 @@
-"""A pipe, a socket or a device in the folder of a model is refused by name before anything is read: whoever read it would wait for ever."""
+"""A pipe, a socket or a device in the folder of a model is refused by name before it is read, for that would never end; folders stay."""
 
 from __future__ import annotations
 
@@ -86,3 +86,18 @@ def test_folders_and_links_to_files_stay(damaged: Path, tmp_path: Path) -> None:
     (damaged / "config.json").rename(tmp_path / "blob")
     (damaged / "config.json").symlink_to("../blob")
     assert json.loads((damaged / "config.json").read_text()) and load_model(damaged).model
+
+
+@pytest.mark.parametrize("verb", ["oneshot", "convert"])
+def test_folders_with_names_of_files_are_left_alone(verb: str, damaged: Path, llama_dir: Path, tmp_path: Path) -> None:
+    """As an editor or an export leaves them behind."""
+    for name in ("notes.json", "log.txt", "bpe.model", "old/a.jinja"):
+        (damaged / name).mkdir(parents=True)
+    (tmp_path / "recipe.json").write_text(RECIPE)
+    main, words = VERBS[verb]
+    files = []
+    for model, out in ((llama_dir, tmp_path / "sound"), (damaged, tmp_path / "out")):
+        given = {"MODEL": model, "OUT": out, "RECIPE": tmp_path / "recipe.json"}
+        assert main([str(given.get(word, word)) for word in words]) == 0
+        files.append({path.name: path.read_bytes() for path in out.glob("*.safetensors")})
+    assert files[0] == files[1] and files[0]

@@ -97,9 +97,10 @@ def model_identity(loaded: LoadedModel, base: Mapping[str, str], tokenizer: Any)
     if loaded.source_dir is None:
         identity |= {"config": _config_hash(loaded.model), "tensors": _tensor_hash(loaded.model)}
     else:
-        texts = [path.name for path in loaded.source_dir.iterdir() if path.suffix in _TEXT_SUFFIXES and path.name not in base]
-        templates = [path.relative_to(loaded.source_dir).as_posix() for path in loaded.source_dir.glob("*/*.jinja")]
-        identity["files"] = {**base, **file_hashes(loaded.source_dir, sorted(texts + templates))}
+        folder = loaded.source_dir
+        found = [path for path in folder.iterdir() if path.suffix in _TEXT_SUFFIXES and path.name not in base] + [*folder.glob("*/*.jinja")]
+        texts = sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
+        identity["files"] = {**base, **file_hashes(folder, texts)}
     return identity if tokenizer is None else {**identity, "tokenizer": _tokenizer_hash(tokenizer)}
 
 

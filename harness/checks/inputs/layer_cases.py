@@ -135,6 +135,8 @@ def hurtful_inputs(columns: int, dtype: torch.dtype, bias: bool) -> dict[str, Te
     some = hurtful("outliers", (5, columns), dtype)
     some[1::2] = 0
     found = {"130 tokens": many, "5 sequences": torch.stack([many.roll(by, 0) for by in range(5)]), "large": large, "rows of zeros": some}
+    tiles = many.repeat(2, 1)[:256]  # kernels take another way where tokens fill their tiles
+    found |= {"256 tokens": tiles, "4 sequences of 64 tokens": tiles.view(4, 64, columns)}
     found |= {"zeros only": torch.zeros(2, columns, dtype=dtype), "a constant": torch.full((3, columns), 0.3, dtype=dtype)}
     if not bias:
         for name in ("small", "tiny", "subnormal"):
