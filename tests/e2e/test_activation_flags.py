@@ -26,7 +26,6 @@ def run(model: Path, tokens: Path, recipe: dict[str, Any], output: Path, *flags:
         (["--offload-dir", "/no/such/folder"], "offload_dir: /no/such/folder is no folder that can be written"),
         (["--activation-memory", "1GB", "--engine", "suspend"], "activation_memory: '1GB' was given, but the suspend engine keeps"),
         (["--activation-memory", "1GB", "--pipeline", "basic"], "activation_memory: '1GB' was given, but the basic pipeline"),
-        (["--sequential-offload-device", "cuda:1"], "sequential_offload_device"),
     ],
 )
 def test_what_cannot_be_kept_to_is_refused_in_one_line(

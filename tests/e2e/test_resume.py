@@ -81,6 +81,7 @@ class Killer:
     def __init__(self, folder: Path, send: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.folder, self.inputs, self.send = folder, _inputs(folder), send
         self.references: dict[str, tuple[dict[str, str], list[str], list[str], float]] = {}
+        self.folders: dict[str, Path] = {}  # of the references
         self.count = 0
         self.ask(CASES["mixed"], self.new_folder(), warm=True)
 
@@ -98,7 +99,7 @@ class Killer:
     def reference(self, name: str) -> tuple[dict[str, str], list[str], list[str], float]:
         """Files, report and disk calls of a run that nobody stops, and how long it takes."""
         if name not in self.references:
-            folder = self.new_folder()
+            folder = self.folders[name] = self.new_folder()
             done = self.ask(CASES[name], folder)
             assert done["error"] is None and done["signal"] is None
             self.references[name] = (digest(folder / "out"), done["modules"], done["events"], done["seconds"])
@@ -199,7 +200,7 @@ def test_killed_while_scales_are_trained(killer: Killer) -> None:
 def test_killed_behind_the_last_stage(killer: Killer) -> None:
     """No stage is planned anew then: what the plan has noted comes back all the same, and in its place."""
     events = killer.reference("noted by the plan")[2]
-    record = killer.folder / f"run{killer.count}" / "out" / "compression.json"
+    record = killer.folders["noted by the plan"] / "out" / "compression.json"
     assert any("calibrated as a whole" in note for note in json.loads(record.read_text(encoding="utf-8"))["notes"])
     end = next(number for number, event in enumerate(events) if event.startswith("replace end"))
     assert kill_and_resume(killer, "noted by the plan", [(end + 5, "after")]) == {"resumed after stage 3 of 3"}

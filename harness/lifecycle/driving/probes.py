@@ -143,7 +143,7 @@ class CalibratingWorker(Modifier):
 
     def _watching(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def watch(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            self._largest[name] = max(self._largest.get(name, 0.0), float(args[0].abs().max()))
+            self._largest[name] = max(self._largest.get(name, 0.0), float(args[0].detach().abs().max()))
 
         return watch
 

@@ -39,10 +39,16 @@ PLANTS = {
     "rows rolled": (f"{LAYERS}.4.mlp.down_proj", lambda t: rolled(t, f"{LAYERS}.4.mlp.down_proj.weight", 0)),
     "two weights exchanged": (f"{LAYERS}.2.mlp.gate_proj", lambda t: exchange(t, f"{LAYERS}.2.mlp.gate_proj", f"{LAYERS}.2.mlp.up_proj")),
     "negated norm": (f"{LAYERS}.1.input_layernorm", lambda t: t[f"{LAYERS}.1.input_layernorm.weight"].neg_()),
-    "scale not a number": (f"{LAYERS}.2.self_attn.v_proj", lambda t: t[f"{LAYERS}.2.self_attn.v_proj.weight_scale"].fill_(torch.nan)),
+    "no number comes out": (f"{LAYERS}.2.self_attn.v_proj", lambda t: t[f"{LAYERS}.2.self_attn.v_proj.weight_scale"].fill_(3e38)),
     "embedding": ("model.embed_tokens", lambda t: rolled(t, "model.embed_tokens.weight", 1)),
     "head": ("lm_head", lambda t: t["lm_head.weight"].mul_(0.3)),
 }
+
+
+def test_scales_that_are_no_numbers_are_named_before_anything_runs(spoiled, tiny_base, tiny_tokens):
+    name = f"{LAYERS}.2.self_attn.v_proj.weight_scale"
+    with pytest.raises(ModelError, match=f"{name} holds NaN or infinity"):
+        bisect(tiny_base, spoiled(lambda t: t[name].fill_(torch.nan)), tiny_tokens, device="cpu")
 
 
 @pytest.mark.parametrize("plant", PLANTS)

@@ -178,7 +178,7 @@ def _transform(function: Any) -> InPlaceTransform:
 WRONG: dict[str, tuple[Any, str]] = {
     "a quantizer draws": (Draws(INT4), "encode() has changed something of the process: random"),
     "a quantizer catches signals": (Catches(INT4), "encode() has changed something of the process: handlers of signals: process changed"),
-    "a quantizer watches the collector": (Counts(INT4), "callbacks of garbage collection: process changed: 0 before, 1 after"),
+    "a quantizer watches the collector": (Counts(INT4), "callbacks of garbage collection: process changed: "),
     "a quantizer exchanges a function": (
         ExchangesRoots(INT4),
         "encode() has changed something of the process: math: process changed: sqrt",

@@ -35,9 +35,11 @@ import multiprocessing, sys
 def work(number):
     {INDENTED}
 if __name__ == "__main__":
-    with multiprocessing.get_context(sys.argv[1]).Pool(2) as pool:
-        pool.map(work, range(2))
-"""
+    workers = [multiprocessing.get_context(sys.argv[1]).Process(target=work, args=(number,)) for number in range(2)]
+    for worker in workers: worker.start()
+    for worker in workers: worker.join()
+    sys.exit(max(worker.exitcode for worker in workers))
+"""  # one each: a worker of a pool may be given both calls, and the extension is not loaded twice
 THREADS = f"""
 import subprocess, threading
 def start():
