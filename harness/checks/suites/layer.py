@@ -91,6 +91,8 @@ def product(subject: Layer, context: CheckContext) -> str:
         for number, (shape, bias) in enumerate(sizes):
             case = LayerCase.built(subject, shape, dtype, bias)
             worst = max(worst, _hold_plain(case, shape[1], dtype) if number < 2 else 0.0)
+            if not number:
+                _hold_lengths(case, hurtful("bell", (max(_LENGTHS), shape[1]), dtype))
             _hold_nonfinite(case, shape[1], dtype)
             for name, x in {
                 **hurtful_inputs(shape[1], dtype, bias),
@@ -181,6 +183,19 @@ def _hold_plain(case: LayerCase, columns: int, dtype: torch.dtype) -> float:
         if leading in _LEADING[:2]:
             _hold_presentations(case.layer, x)
     return worst
+
+
+# Kernels go by the number of tokens, each in a range of its own: tiles that are full, one more, one less, half full.
+_LENGTHS = (8, 13, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 128, 129, 192)
+
+
+def _hold_lengths(case: LayerCase, x: Tensor) -> None:
+    """Any number of tokens is multiplied alike."""
+    case.layer.eval()
+    for length in _LENGTHS:
+        with torch.no_grad():
+            actual = case.layer(x[:length].clone())
+        _hold_output(case, actual, x[:length], "in evaluation mode")
 
 
 def _hold_nonfinite(case: LayerCase, columns: int, dtype: torch.dtype) -> None:

@@ -118,6 +118,8 @@ WRONG: dict[str, Callable[[Any, Tensor], Any]] = {
     "from 130 tokens on": scaled(lambda layer, x: x.ndim == 2 and len(x) >= 130),
     "whole tiles of 8 tokens": scaled(lambda layer, x: x.ndim == 2 and bool(len(x)) and len(x) % 8 == 0),
     "whole tiles of 256 tokens": scaled(lambda layer, x: x.ndim == 2 and bool(len(x)) and len(x) % 256 == 0),
+    "a range of tokens": scaled(lambda layer, x: x.ndim == 2 and 18 <= len(x) <= 30),
+    "a range of many tokens": scaled(lambda layer, x: 66 <= x.numel() // max(1, x.shape[-1]) < 130),
     "sequences that fill tiles": scaled(lambda layer, x: x.ndim == 3 and bool(x.numel()) and x.shape[1] % 64 == 0),
     "from 500 columns on": scaled(lambda layer, x: x.shape[-1] >= 500),
     "long sequences": scaled(lambda layer, x: x.ndim == 3 and x.shape[1] > 32),
