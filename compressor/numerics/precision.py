@@ -1,4 +1,5 @@
-"""In which precision products are summed: float32 by torch's settings, bfloat16 and float16 on a CPU that is slow at them as float32.
+"""In which precision products are summed: float32 by torch's settings, bfloat16 and float16 on a CPU that is slow at them as float32;
+and by which other settings of the process torch chooses how it computes.
 
 For float32 torch has one setting for each backend and kind of operator;
 `torch.get_float32_matmul_precision()` raises once somebody has set one of them by itself (`torch.backends.cuda.matmul.fp32_precision`).
@@ -7,9 +8,9 @@ For float32 torch has one setting for each backend and kind of operator;
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -46,6 +47,56 @@ def _at(place: tuple[str, str]) -> str:
     """Where nothing is set, all digits count; torch.set_float32_matmul_precision("highest") says so."""
     precision: str = torch._C._get_fp32_precision_getter(*place)
     return "ieee" if precision == "none" else precision
+
+
+# Which of its implementations torch may choose from, and how they add up: all of it decides about the last bits.
+#
+# By the functions of torch's C++ side, a few of which come and go with its versions: asked for with each call of a module, the properties
+# in front of them would take ten times as long.
+
+_C, _matmul = torch._C, torch.backends.cuda.matmul
+_BY_NAME = {
+    "flash attention": ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    "memory-efficient attention": ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    "attention of plain products": ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    "attention of cuDNN": ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    "attention of a backend's own": ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    "FlashAttention 3": ("_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
+    "order of attention kernels": ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+    "half precision in attention of plain products": (
+        "_get_math_sdp_allow_fp16_bf16_reduction",
+        "_set_math_sdp_allow_fp16_bf16_reduction",
+    ),
+    "float16 accumulation": ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+    "reduced precision of float16 sums on the CPU": (
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+        "_set_cpu_allow_fp16_reduced_precision_reduction",
+    ),
+    "library of products": ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
+    "library of decompositions": ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
+    "torch.backends.cudnn.enabled": ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    "torch.backends.cudnn.benchmark": ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    "torch.backends.cudnn.deterministic": ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    "kernels of depthwise convolutions": ("_get_cudnn_depthwise_kernel", "_set_cudnn_depthwise_kernel"),
+    "torch.backends.mkldnn.enabled": ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    "torch.backends.mkldnn.deterministic": ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    "torch.backends.nnpack": ("_get_nnpack_enabled", "_set_nnpack_enabled"),
+}
+KERNEL_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
+    {
+        **{name: (getattr(_C, ask), getattr(_C, put)) for name, (ask, put) in _BY_NAME.items() if hasattr(_C, ask) and hasattr(_C, put)},
+        "reduced precision of float16 sums": (
+            _C._get_cublas_allow_fp16_reduced_precision_reduction,
+            partial(setattr, _matmul, "allow_fp16_reduced_precision_reduction"),
+        ),
+        "reduced precision of bfloat16 sums": (
+            _C._get_cublas_allow_bf16_reduced_precision_reduction,
+            partial(setattr, _matmul, "allow_bf16_reduced_precision_reduction"),
+        ),
+        "fast path of attention": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
+    }
+)
+"""How to ask for each and how to set it, by the names that messages have for them; float32 apart."""
 
 
 # bfloat16 and float16 on a CPU that has no instructions for them.

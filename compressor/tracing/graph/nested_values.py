@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from compressor.numerics.precision import float32_precisions, set_float32_precisions
+from compressor.numerics.precision import KERNEL_SETTINGS, float32_precisions, set_float32_precisions
 from compressor.tracing.symbolic import is_symbolic, plain
 
 # The modes of torch that a call is made in: they steer what it computes, and are noted beside every node.
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
-_cuda, _mha = torch.backends.cuda, torch.backends.mha
 
 
 def parametrizations_cached() -> int:
@@ -35,15 +34,7 @@ def set_parametrizations_cached(number: int) -> None:
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (float32_precisions, set_float32_precisions),
-    (_mha.get_fastpath_enabled, _mha.set_fastpath_enabled),
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    *KERNEL_SETTINGS.values(),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (parametrizations_cached, set_parametrizations_cached),
 )

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compressor.numerics.precision import float32_precisions
+from compressor.numerics.precision import KERNEL_SETTINGS, float32_precisions
 from compressor.training.guards.containers import (
     TABLES,
     all_modules,
@@ -120,7 +120,7 @@ def settings(step: TrainStep) -> Iterator[tuple[str, object]]:
     yield "matmul precision", float32_precisions()
     yield "grad mode", torch.is_grad_enabled()
     yield "anomaly detection", looks_for_nan()
-    yield "attention kernels and mkldnn", backends()
+    yield from ((name, ask()) for name, (ask, _) in KERNEL_SETTINGS.items())
     yield "step settings", (Same(step.loss_fn), step.accumulate, step.clip_norm, step.autocast, Same(step.averages))
     yield "update in the capture", step.update_is_captured
     yield "parts of the step", (Same(step.model), Same(step.optimizer), Same(step.session))
@@ -132,17 +132,12 @@ def looks_for_nan() -> bool:
     return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
-def backends() -> tuple[bool, ...]:
-    """Return which implementations torch may choose from."""
-    return (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_cudnn_enabled(),
-        torch._C._get_cudnn_benchmark(),
-    )
+_BACKENDS = tuple(ask for ask, _ in KERNEL_SETTINGS.values())
+
+
+def backends() -> tuple[object, ...]:
+    """Return which implementations torch may choose from, and how they add up."""
+    return tuple([ask() for ask in _BACKENDS])
 
 
 def _module_facts(module: nn.Module) -> dict[str, object]:

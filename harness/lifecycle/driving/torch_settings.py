@@ -17,7 +17,7 @@ from torch.sparse import check_sparse_tensor_invariants
 from torch.utils import _python_dispatch, deterministic
 from torch.utils._device import DeviceContext
 
-from compressor.numerics.precision import float32_precisions, set_float32_precisions
+from compressor.numerics.precision import KERNEL_SETTINGS, float32_precisions, set_float32_precisions
 
 
 def attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
@@ -61,27 +61,18 @@ _cuda, _future, _processes, _files = torch.backends.cuda, torch.__future__, torc
 TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
     {
         "float32 precision": (float32_precisions, set_float32_precisions),
-        "reduced precision of float16 sums": attribute(_cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-        "reduced precision of bfloat16 sums": attribute(_cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-        "float16 accumulation": attribute(_cuda.matmul, "allow_fp16_accumulation"),
-        "torch.backends.cudnn.enabled": attribute(torch.backends.cudnn, "enabled"),
-        "torch.backends.cudnn.benchmark": attribute(torch.backends.cudnn, "benchmark"),
-        "torch.backends.cudnn.deterministic": attribute(torch.backends.cudnn, "deterministic"),
-        "torch.backends.mkldnn.enabled": attribute(torch.backends.mkldnn, "enabled"),
-        "torch.backends.mkldnn.deterministic": attribute(torch.backends.mkldnn, "deterministic"),
-        "torch.backends.nnpack": (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
+        **KERNEL_SETTINGS,
         "torch.backends.opt_einsum.enabled": attribute(torch.backends.opt_einsum, "enabled"),
         "torch.backends.opt_einsum.strategy": attribute(torch.backends.opt_einsum, "strategy"),
         "torch.backends.quantized.engine": attribute(torch.backends.quantized, "engine"),
-        "fast path of attention": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
-        "flash attention": (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-        "memory-efficient attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-        "attention of plain products": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-        "attention of cuDNN": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
         "dtype of autocast on the CPU": (lambda: torch.get_autocast_dtype("cpu"), lambda dtype: torch.set_autocast_dtype("cpu", dtype)),
         "dtype of autocast on CUDA": (lambda: torch.get_autocast_dtype("cuda"), lambda dtype: torch.set_autocast_dtype("cuda", dtype)),
         "cache of autocast": (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
         "filling of new memory": attribute(deterministic, "fill_uninitialized_memory"),
+        "threads of autograd": (torch._C._is_multithreading_enabled, torch._C._set_multithreading_enabled),
+        "gradients in forward mode": (torch._C._is_fwd_grad_enabled, torch._C._set_fwd_grad_enabled),
+        "views made again in a backward": (torch._C._is_view_replay_enabled, torch._C._set_view_replay_enabled),
+        "operators without a gradient": (torch._C._get_autograd_fallback_mode, torch._C._set_autograd_fallback_mode),
         "warning each time": (torch.is_warn_always_enabled, torch.set_warn_always),
         "checks of distributions": (_checks_of_distributions, Distribution.set_default_validate_args),
         "checks of sparse tensors": (check_sparse_tensor_invariants.is_enabled, _set_sparse_checks),

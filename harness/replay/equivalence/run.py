@@ -17,19 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from compressor.errors import ReplayError, UserInputError
-from compressor.numerics.precision import float32_precisions, set_float32_precisions
+from compressor.numerics.precision import KERNEL_SETTINGS, float32_precisions, set_float32_precisions
 from compressor.random_state import RandomState
 from compressor.training import Trainer, TrainStep
 from harness.replay.equivalence.training_state import TrainingState, state_of
 
-_sdp = torch.backends.cuda
-# Which implementations torch may choose from: how each is read, and set.
-_KERNELS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (_sdp.flash_sdp_enabled, _sdp.enable_flash_sdp),
-    (_sdp.mem_efficient_sdp_enabled, _sdp.enable_mem_efficient_sdp),
-    (_sdp.math_sdp_enabled, _sdp.enable_math_sdp),
-    (lambda: torch.backends.mkldnn.enabled, lambda allowed: torch.backends.mkldnn.set_flags(allowed)),
-)
 Between = Callable[[int, Trainer], None]
 Batches = Sequence[Any] | Callable[[int], Any]
 
@@ -230,7 +222,7 @@ def _surroundings(seed: int) -> Iterator[None]:
     settings = torch.get_default_dtype(), torch.get_num_threads(), float32_precisions()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     grad, anomaly, environment = torch.is_grad_enabled(), torch.is_anomaly_enabled(), dict(os.environ)
-    kernels = [(read(), write) for read, write in _KERNELS]
+    kernels = [(read(), read, write) for read, write in KERNEL_SETTINGS.values()]
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -244,8 +236,9 @@ def _surroundings(seed: int) -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
         torch.set_grad_enabled(grad)
         torch.autograd.set_detect_anomaly(anomaly)
-        for allowed, write in kernels:
-            write(allowed)
+        for allowed, read, write in kernels:
+            if read() != allowed:
+                write(allowed)
         if os.environ != environment:
             os.environ.clear()
             os.environ.update(environment)

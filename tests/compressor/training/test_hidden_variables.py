@@ -337,7 +337,7 @@ def other_attention() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("change", "named"), [(doubling_every_linear, "global hooks"), (other_attention, "attention kernels")])
+@pytest.mark.parametrize(("change", "named"), [(doubling_every_linear, "global hooks"), (other_attention, "flash attention")])
 def test_a_setting_of_torch_that_changes_what_runs_is_named(change: Any, named: str, batches: Callable[..., Any]) -> None:
     run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]))
     run.fit(batches, 6)

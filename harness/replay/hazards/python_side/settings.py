@@ -116,7 +116,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "flash attention is forbidden while a plan is in use",
         stage(_attention, before=at(6, lambda trainer: torch.backends.cuda.enable_flash_sdp(False))),
         GuardDriftError,
-        "attention kernels and mkldnn",
+        "flash attention",
         "torch docs: scaled_dot_product_attention",
     ),
     Hazard(
@@ -124,7 +124,7 @@ HAZARDS: tuple[Hazard, ...] = (
         "mkldnn is switched off while a plan is in use",
         stage(before=at(6, lambda trainer: torch.backends.mkldnn.set_flags(False))),
         GuardDriftError,
-        "attention kernels and mkldnn",
+        "torch.backends.mkldnn.enabled",
         "torch docs: backends.mkldnn",
     ),
     Hazard(

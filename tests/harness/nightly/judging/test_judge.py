@@ -211,6 +211,15 @@ def test_bad_nights_do_not_hide_a_later_step(bad: tuple[int, ...]) -> None:
     assert found.verdict is Verdict.REGRESSION and found.changes[-1].night == night_label(45), found.summary
 
 
+@pytest.mark.parametrize("cold", [2.0, 9.0])
+def test_repetitions_that_differ_alike_in_all_nights_hide_no_step(cold: float) -> None:
+    """The first one of each night is slow, as before caches are warm; their spread says nothing of how nights differ."""
+    steps = [1.0] * 50 + [1.1] * 10
+    nights = series(steps, seed=1)
+    found = judge([replace(one, values=(cold * one.values[0], *one.values[1:])) for one in nights])
+    assert found.verdict is Verdict.REGRESSION and found.changes[0].night == night_label(50), found.summary
+
+
 @pytest.mark.parametrize("repetitions", [1, 5])
 def test_nights_that_become_noisy_are_no_change_of_their_mean(repetitions: int) -> None:
     rng, alarms = np.random.default_rng(0), 0
