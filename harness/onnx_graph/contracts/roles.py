@@ -56,6 +56,14 @@ class RoleContract(Contract):
             None if it holds everywhere.
         """
 
+    def lost(self, pair: Pair, counted: str) -> Finding:
+        """Say that blocks are gone, or that nobody knows, where as many are there that cannot be read."""
+        before, after = pair.baseline.census, pair.census_after
+        fresh = max(0, len(after.unknown) - len(before.unknown))
+        if len(before.read) - len(after.read) > fresh:
+            return self.violated(counted)
+        return self.not_analysed(f"{counted}; what is new and cannot be read ({fresh}) may be what is missing")
+
     def _compared(self, pair: Pair) -> Iterator[Finding]:
         """Products that are no attention are said; where they or the shapes of their layers change, nobody knows what was lost."""
         before, after = pair.baseline.census.comparisons, pair.census_after.comparisons
@@ -84,7 +92,8 @@ class SameBlockCount(RoleContract):
             counted = f"{len(before)} attention blocks before, {len(after)} after; " if len(before) != len(after) else ""
             return [self.not_analysed(f"{counted}block {inside[0].index}: {inside[0].note}, and how often it runs is not read")]
         if len(before) != len(after):
-            return [self.violated(f"{len(before)} attention blocks before, {len(after)} after")]
+            counted = f"{len(before)} attention blocks before, {len(after)} after"
+            return [self.lost(pair, counted) if len(before) > len(after) else self.violated(counted)]
         if before != after and not any(block.status is Status.ABSORBED for block in pair.census_after.blocks):
             return [self.violated(f"the blocks were {', '.join(before)}, and are {', '.join(after)}")]
         return []
@@ -108,8 +117,8 @@ class SeparateQKV(RoleContract):
         if early:  # a Loop may be unrolled and a branch left out, so that only what was clear before is looked for
             after = [block for index, block in pair.counterparts.items() if index not in early]
         elif len(after) < len(before):
-            lost = len(before) - len(after)
-            return [self.violated(f"{len(before)} attention blocks before, {len(after)} after, so {lost} cannot be found again")]
+            counted = f"{len(before)} attention blocks before, {len(after)} after"
+            return [self.lost(pair, f"{counted}, so {len(before) - len(after)} cannot be found again")]
         return [*early.values(), *(finding for block in after for finding in self._after(pair, block))]
 
     def _before(self, block: Block) -> Finding | None:
