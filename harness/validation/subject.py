@@ -109,7 +109,7 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
     base = read_checkpoint(base_dir, finished=False)
     if base.problems:
         raise ModelError(f"{base_dir}: the base cannot be read: {base.problems[0]}; save it again as safetensors")
-    config, problem = _read_config(compressed_dir)
+    config, problem = _read_config(compressed_dir, once=True)  # of a key that stands twice readers take the first or the last
     classes = module_classes(base_dir)
     record = read_record(compressed_dir)
     compressed = read_checkpoint(compressed_dir)
@@ -131,12 +131,12 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
     return _with_modules(subject, classes)
 
 
-def _read_config(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+def _read_config(folder: Path, *, once: bool = False) -> tuple[dict[str, Any] | None, str | None]:
     path = folder / "config.json"
     if not path.is_file():
         return None, f"{folder}: holds no config.json"
     try:
-        config = from_json(path.read_text(encoding="utf-8"))
+        config = from_json(path.read_text(encoding="utf-8"), once=once)
     except ValueError as error:
         return None, f"{path}: is not JSON: {error}"
     return (config, None) if isinstance(config, dict) else (None, f"{path}: is no JSON object")

@@ -20,6 +20,7 @@ from harness.onnx_graph.graph.drawn_inputs import (
     open_axes,
     other_inputs,
     resized_inputs,
+    single_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables
 from harness.onnx_graph.graph.reading import load_graph
@@ -74,11 +75,11 @@ class NumericEqual(Contract):
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
     limit that its integer kernels need (source: measured, see the README of this room).
 
-    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew, and once
-    all open sizes are others. What the exported graph refuses keeps its first values, and a note names what had the same values or size
-    throughout; what it takes and the optimized graph refuses is a violation. Under `golden` all floats are
-    large at once, over each of these masks and flags, and over masks of two ones a row and of two zeros. Rounding grows there: the limit
-    is then what inputs that moved by one rounding leave, less 20 dB.
+    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew; once all
+    open sizes are others, and where the exported graph takes it, some are 1. What the exported graph refuses keeps its first values, and a
+    note names what had the same values or size throughout; what it takes and the optimized graph refuses is a violation. Under `golden` all
+    floats are large at once, over each of these masks and flags, and over masks of two ones a row and of two zeros. Rounding grows there:
+    the limit is then what inputs that moved by one rounding leave, less 20 dB.
     Outputs are compared in their order: a name that moved to another output is a violation, a new name is a note, for exporters number
     outputs that nobody names.
 
@@ -162,6 +163,7 @@ class NumericEqual(Contract):
         if same:
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
         drawings += _first_accepted(before, resized_inputs(pair.before, self._seed))
+        drawings += [drawing for one in single_inputs(pair.before, self._seed) for drawing in _first_accepted(before, iter([one]))]
         fixed = [place for place in open_axes(pair.before) if len({one[place[0]].shape[place[1]] for one, _ in drawings}) == 1]
         if fixed:
             shown = ", ".join(f"axis {axis} of {name}" for name, axis in fixed)

@@ -106,6 +106,21 @@ def resized_inputs(model: onnx.ModelProto, seed: int = 0) -> Iterator[dict[str, 
             yield example_inputs(model, seed + 4, Sizes(first, other, apart))
 
 
+def single_inputs(model: onnx.ModelProto, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
+    """Draw inputs of one row, of one token, and of both: an axis of size 1 is what is squeezed, broadcast and left out by mistake.
+
+    Args:
+        model: not modified.
+        seed: of the draw.
+
+    Yields:
+        Name to array; nothing where no size is open.
+    """
+    if open_axes(model):
+        for first, other in ((1, 7), (2, 1), (1, 1)):
+            yield example_inputs(model, seed + 5, Sizes(first, other))
+
+
 def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
     """Draw inputs again, each with other values than the first time.
 

@@ -48,7 +48,9 @@ TOKENIZER_FILES = (
 )
 """What belongs to a tokenizer or processor, as patterns below the model folder."""
 
-_OTHER_FILES = ("**/*.py", "params.json")  # transformers runs custom_generate/generate.py; vLLM reads the settings of Mistral's own format
+# transformers runs custom_generate/generate.py, and loads the adapter of an adapter_config.json; vLLM reads the settings of Mistral's own
+# format, and those that other quantizers write beside config.json (ModelOpt, GPTQ, AWQ, AutoRound, quanto).
+_OTHER_FILES = ("**/*.py", "params.json", "*quant*.json", "adapter_config.json", "*.gguf")
 _VOLATILE_KEYS = {"transformers_version", "_name_or_path", "_from_model_config"}
 _OF_LOADING = {"is_local", "local_files_only", "name_or_path"}  # transformers adds them when it saves a tokenizer that it has loaded
 
@@ -184,7 +186,7 @@ def check_generation_config(subject: Subject) -> CheckRecord:
     if base.is_file() and base.read_bytes() == other.read_bytes():
         return GENERATION_CONFIG.record(Outcome.PASS, "equal byte for byte")
     try:
-        found = from_json(other.read_text("utf-8"))
+        found = from_json(other.read_text("utf-8"), once=True)
         known = {place[-1]: value for place, value in _leaves(subject.base_config).items()}
         expected = from_json(base.read_text("utf-8")) if base.is_file() else {key: known[key] for key in found.keys() & known.keys()}
         differing = _differing_keys(expected, found)
@@ -241,7 +243,7 @@ def _difference(name: str, base: Path, other: Path) -> str | None:
 def _says_the_same(old: bytes, new: bytes) -> bool:
     """Whether two configs of a tokenizer or processor differ in nothing but where these were loaded from."""
     try:
-        base, other = from_json(old.decode("utf-8")), from_json(new.decode("utf-8"))
+        base, other = from_json(old.decode("utf-8")), from_json(new.decode("utf-8"), once=True)
     except ValueError:
         return False
     both = isinstance(base, dict) and isinstance(other, dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,10 @@ def flip_byte(tensors):
     tensors[NORM].view(torch.uint8)[5] ^= 1
 
 
+def say_twice(path: Path, key: str) -> None:
+    path.write_text(path.read_text().replace("{", f'{{"{key}": 1, "{key}": 2, ', 1))
+
+
 PLANTED = [
     ("files.config", lambda c: c.edit_config(lambda d: d.update(hidden_act="gelu")), "hidden_act"),
     ("files.config", lambda c: c.edit_config(lambda d: d.pop("vocab_size")), "vocab_size"),
@@ -76,6 +81,13 @@ PLANTED = [
     ("files.tokenizer", lambda c: (c.folder / "tekken.json").write_text("{}"), "tekken.json: the base has no such file"),
     ("files.others", add_code, "custom_generate/generate.py: the base has no such file"),
     ("files.others", lambda c: (c.folder / "params.json").write_text("{}"), "params.json: the base has no such file"),
+    *(
+        ("files.others", lambda c, name=name: (c.folder / name).write_text("{}"), f"{name}: the base has no such file")
+        for name in ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "adapter_config.json", "model.gguf")
+    ),
+    ("files.config", lambda c: say_twice(c.folder / "config.json", "quantization_config"), "'quantization_config' stands twice"),
+    ("files.generation_config", lambda c: say_twice(c.folder / "generation_config.json", "do_sample"), "'do_sample' stands twice"),
+    ("files.tokenizer", lambda c: say_twice(c.folder / "tokenizer_config.json", "is_local"), "tokenizer_config.json: "),
     ("files.shards", truncate, "model.safetensors"),
     ("files.shards", lambda c: (c.folder / "model.safetensors.tmp").write_bytes(b""), "is no part of a finished checkpoint"),
     ("files.tensors", lambda c: c.edit(lambda t: t.pop(SCALE)), f"{SCALE}: is missing"),
