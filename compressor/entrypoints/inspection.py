@@ -192,7 +192,7 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
     check_weight_files(folder)
     check_scheme_kept(folder, config)
     found = config.get("quantization_config") or {}
-    record = read_run_record(folder)
+    record, named = read_run_record(folder), config.get("architectures")
     quantized: tuple[InspectedModule, ...] = ()
     kv, queries = None, False
     if found:
@@ -204,7 +204,7 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
         queries = any("q" in quantized_parts(module) for module in model.modules())
     return Inspection(
         folder=str(folder),
-        architecture=str(next(iter(config.get("architectures") or []), config.get("model_type", "a model"))),
+        architecture=str(next(iter(named if isinstance(named, list) else ()), config.get("model_type", "a model"))),
         storage=found.get("format"),
         kv_cache=None if kv is None else scheme_label(kv),
         queries=queries,

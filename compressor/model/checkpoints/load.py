@@ -157,8 +157,19 @@ def _read(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name in weight_files(folder):
         with safe_open(folder / name, framework="pt") as file:
-            tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+        other = next((key for key in found.keys() & tensors.keys() if not _is_same(found[key], tensors[key])), None)
+        if other is not None:
+            raise ModelError(f"{folder}: {other} lies in {name} and in another file, with other values; fetch the folder again")
+        tensors |= found
     return tensors
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Bit for bit."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def _quantization(config: Mapping[str, Any], folder: Path) -> tuple[list[QuantizationScheme], QuantizationArgs | None]:

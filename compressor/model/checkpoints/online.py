@@ -61,14 +61,15 @@ def rotation_tensors(model: nn.Module) -> dict[str, Tensor]:
         model: of transformers, with its rotations in place.
 
     Returns:
-        Name in the files to matrix, float32; one for each group and size.
+        Name in the files to matrix, float32, of a float64 model with all its digits; one for each group and size.
     """
     found: dict[tuple[str, int], tuple[str, OnlineRotation]] = {}
     for name, rotations in rotated_modules(model).items():
         for rotation in rotations:
             found.setdefault((rotation.group, rotation.rotation.size), (name, rotation))
     stored = stored_names(model, [name for name, _ in found.values()])
-    return {f"{stored.get(name, name)}.{_key(one.group, one.side)}": _stored(one) for name, one in found.values()}
+    wide = any(tensor.dtype is torch.float64 for tensor in (*model.parameters(), *model.buffers()))  # it computes with all digits
+    return {f"{stored.get(name, name)}.{_key(one.group, one.side)}": _stored(one, wide) for name, one in found.values()}
 
 
 def rotation_notes(model: nn.Module) -> list[str]:
@@ -116,13 +117,16 @@ def read_rotations(
         ModelError: a group cannot be read, or asks for what is not built here; a matrix is missing, or of another shape.
     """
     groups = (config.get("transform_config") or {}).get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise ModelError(f"{folder}: transform_config: config_groups is no table; restore config.json")
     stored = stored_names(model, [name for name, module in model.named_modules() if is_quantizable(module)]) if groups else {}
     found = []
     shared: dict[tuple[str, Side, int, bool], OnlineRotation] = {}
     for group, scheme in groups.items():
         where = f"{folder}: transform_config: {group}"
-        matrices = _Matrices.of(group, tensors)
-        for entry in _entries(scheme, where):
+        matrices, entries = _Matrices.of(group, tensors), _entries(scheme, where)
+        _check_halves(model, stored, entries, where, has_matrices=bool(matrices))
+        for entry in entries:
             side = _SIDES[entry["location"]]
             for name in _meant(model, stored, entry) if side is not None else ():
                 size = scheme.get("head_dim") or _width(model.get_submodule(name), side or "input")
@@ -162,12 +166,30 @@ def _kind(rotations: Sequence[Rotation]) -> str:
     return "hadamard" if plain else "random-hadamard"
 
 
-def _stored(rotation: OnlineRotation) -> Tensor:
+def _stored(rotation: OnlineRotation, wide: bool) -> Tensor:
     """Q sqrt(B) of Hadamard matrices, which the reader transposes; else what the reader multiplies with."""
     matrix = rotation.rotation.matrix()
     if _kind([rotation.rotation]) == "random-matrix":
-        return (matrix.T if rotation.back else matrix).contiguous().float()
+        return (matrix.T if rotation.back else matrix).contiguous().to(torch.float64 if wide else torch.float32)
     return (matrix * rotation.rotation.size**0.5).round().float()
+
+
+def _check_halves(
+    model: nn.Module, stored: Mapping[str, str], entries: Sequence[Mapping[str, Any]], where: str, *, has_matrices: bool
+) -> None:
+    """Refuse what turns a layer in the forward and not its weight the other way, or has matrices and turns nothing."""
+    turned: dict[str, set[tuple[str, bool]]] = {location: set() for location in _SIDES}
+    for entry in entries:
+        turned[entry["location"]] |= {(name, bool(entry.get("inverse"))) for name in _meant(model, stored, entry)}
+    for side in ("input", "output"):
+        back = {(name, not inverse) for name, inverse in turned[f"weight_{side}"]}
+        alone = sorted({name for name, _ in turned[side] ^ back})
+        if alone and (turned[side] or has_matrices):
+            raise ModelError(
+                f"{where}: of {some(alone)} the {side} and the weight are not turned to take each other back; restore config.json"
+            )
+    if has_matrices and not turned["input"] and not turned["output"]:
+        raise ModelError(f"{where}: the files hold its matrices, and it turns nothing; restore config.json")
 
 
 def _check_rotation(matrix_BB: Tensor, where: str) -> None:
@@ -200,12 +222,22 @@ def _entries(scheme: Any, where: str) -> list[Mapping[str, Any]]:
     if not isinstance(scheme, Mapping) or scheme.get("type") not in _KINDS or scheme.get("randomize"):
         raise ModelError(f"{where}: is no rotation of the kinds {', '.join(_KINDS)} without randomize; restore config.json")
     entries = scheme.get("apply")
-    if not isinstance(entries, list) or not all(isinstance(one, Mapping) and isinstance(one.get("targets"), list) for one in entries):
+    if not isinstance(entries, list) or not all(isinstance(one, Mapping) and _names(one, "targets") for one in entries):
         raise ModelError(f"{where}: names no modules; restore config.json")
-    other = next((one.get("location") for one in entries if one.get("location") not in _SIDES), None)
-    if other is not None:
-        raise ModelError(f"{where}: {other!r} is a place in attention, which is not built here; leave R3 out, and compress again")
+    if not all(one.get("ignore") is None or _names(one, "ignore") for one in entries) or not isinstance(scheme.get("head_dim"), int | None):
+        raise ModelError(f"{where}: an ignore is no list of names, or head_dim no number; restore config.json")
+    others = [place for one in entries if not isinstance(place := one.get("location"), str) or place not in _SIDES]
+    if not all(isinstance(other, str) for other in others):
+        raise ModelError(f"{where}: does not say where it turns ({others[0]!r} is no location); restore config.json")
+    if others:
+        raise ModelError(f"{where}: {others[0]!r} is a place in attention, which is not built here; leave R3 out, and compress again")
     return entries
+
+
+def _names(entry: Mapping[str, Any], field: str) -> bool:
+    """Whether a field of an entry is a list of texts."""
+    found = entry.get(field)
+    return isinstance(found, list) and all(isinstance(one, str) for one in found)
 
 
 def _meant(model: nn.Module, stored: Mapping[str, str], entry: Mapping[str, Any]) -> list[str]:
@@ -229,6 +261,10 @@ class _Matrices:
     def of(cls, group: str, tensors: dict[str, Tensor]) -> _Matrices:
         ends = tuple(f".{_key(group, side)}" for side in _SIDES)
         return cls({name: tensors.pop(name) for name in [name for name in tensors if name.endswith(ends)]})
+
+    def __bool__(self) -> bool:
+        """Whether the files hold any."""
+        return bool(self._by_name)
 
     def matrix(self, name: str, size: int, where: str) -> Tensor:
         """That of a module, or the one that all modules of this size have."""

@@ -33,6 +33,7 @@ from compressor.model.loading.load import (
 
 _SCALE = "_scale_inv"  # of fp8 weights in blocks, as DeepSeek has called it
 _MERGE = ("MergeModulelist",)
+_JOIN = ("Concatenate",)
 _MERGE_AND_JOIN = ("MergeModulelist", "Concatenate")
 
 
@@ -243,6 +244,8 @@ def _sources(model: Any, rules: list[Any], tensors: Mapping[str, StoredTensor]) 
         lists = [parts.get(pattern, []) for pattern in converter.source_patterns]
         if done == _MERGE or (done == _MERGE_AND_JOIN and converter.operations[1].dim == 1):
             direct[key] = tuple(name for row in zip(*lists, strict=False) for name in row)
+        elif done == _JOIN and converter.operations[0].dim == 0 and all(len(one) == 1 for one in lists):  # rows behind rows
+            direct[key], made[key] = tuple(name for one in lists for name in one), done[0]
         else:
             made[key] = ", ".join(done)
     return direct, made

@@ -15,6 +15,15 @@ from compressor.errors import SchemeError, TargetError
 from compressor.model.loading.load import quiet_transformers
 
 _SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+_OLMO = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 _ZAMBA: dict[str, Any] = {
     **_SMALL,
     "num_hidden_layers": 4,
@@ -94,3 +103,18 @@ def test_a_tied_block_is_rounded_for_neither_verb_where_all_its_places_are_ignor
     assert list(made[0].report.modules) == list(made[1].report.modules)
     files = [load_file(tmp_path / verb / "model.safetensors") for verb in ("oneshot", "model_free")]
     assert files[0].keys() == files[1].keys() and all(torch.equal(value, files[1][key]) for key, value in files[0].items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_joined_row_behind_row_and_is_no_target_is_copied(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of OLMo-Hybrid transformers makes one convolution of three."""
+    settings = {**_OLMO, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    torch.manual_seed(0)
+    with quiet_transformers():
+        config = transformers.OlmoHybridConfig(**settings, layer_types=["linear_attention", "full_attention"])
+        transformers.OlmoHybridForCausalLM(config).to(dtype).save_pretrained(tmp_path / "base")
+    recipe = {"QuantizationModifier": {"config_groups": {"a": {"targets": ["Linear"], **_GROUPS}}, "ignore": ["lm_head"]}}
+    for verb in (oneshot, model_free):
+        verb(tmp_path / "base", output_dir=tmp_path / verb.__name__, recipe=recipe)
+    files = [(tmp_path / verb / "model.safetensors").read_bytes() for verb in ("oneshot", "model_free")]
+    assert files[0] == files[1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +84,14 @@ def test_zeros_are_counted_through_quantization_and_without_it(base: Path, tmp_p
     assert zeros["model.layers.0.mlp.down_proj.weight"] == 0
     assert both.quantized[0].zeros >= 0.49
     assert all("pruned: 1 modules to 2:4, 50% zeros" in found.lines() for found in (pruned, both))
+
+
+@pytest.mark.parametrize("named", [True, 5, "LlamaForCausalLM", {"a": 1}, [], None])
+def test_a_config_without_a_list_of_architectures_is_of_its_type(named: Any, base: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(base, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": named}))
+    assert inspect_checkpoint(folder).architecture == "llama"
 
 
 def test_a_plain_folder_and_none_at_all(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

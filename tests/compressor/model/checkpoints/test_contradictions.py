@@ -55,6 +55,30 @@ def holds(name: str, change: Callable[[Tensor], Any], module: str = UP) -> Calla
     return damage
 
 
+def turns(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Changes R4's group of transform_config: the input is turned, and so is the weight, back."""
+
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        change(config["quantization_config"]["transform_config"]["config_groups"]["R4"])
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def lies_twice(folder: Path) -> None:
+    """A norm in two shards, in the second with other values; the index names the first."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    norm = "model.norm.weight"
+    shards = {"model-1.safetensors": tensors, "model-2.safetensors": {norm: tensors[norm] + 1}}
+    for name, held in shards.items():
+        save_file(held, folder / name, metadata={"format": "pt"})
+    places = dict.fromkeys(tensors, "model-1.safetensors") | {"of_the_second": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+BACK = "the input and the weight are not turned to take each other back"
 CONTRADICTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "floats where codes are said to be": (says(ignore=[]), r"1 modules are targets .* stored as floats \(lm_head\)"),
     "codes that are ignored": (says(ignore=["lm_head", "re:.*up_proj"]), "is stored quantized, but the quantization_config ignores it"),
@@ -67,6 +91,18 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
         holds("k_scale", lambda one: one.fill_(float("inf")), ATTENTION),
         "k_scale holds NaN or infinity",
     ),
+    "an input that is not turned": (turns(lambda one: one["apply"][0]["targets"].pop()), f"of {DOWN[:13]}.*{BACK}"),
+    "no input that is turned": (turns(lambda one: one["apply"][0]["targets"].clear()), BACK),
+    "a weight alone": (turns(lambda one: one["apply"].pop(0)), BACK),
+    "an input alone": (turns(lambda one: one["apply"].pop(1)), BACK),
+    "twice the same way": (turns(lambda one: one["apply"][1].update(inverse=False)), BACK),
+    "twice an input": (turns(lambda one: one["apply"][1].update(location="input")), BACK),
+    "nothing is turned": (turns(lambda one: one["apply"].clear()), "the files hold its matrices, and it turns nothing"),
+    "no location": (turns(lambda one: one["apply"][0].pop("location")), "does not say where it turns"),
+    "a list for a location": (turns(lambda one: one["apply"][0].update(location=["input"])), "does not say where it turns"),
+    "a number for a name": (turns(lambda one: one["apply"][0].update(targets=[5])), "names no modules"),
+    "a text for a size": (turns(lambda one: one.update(head_dim="64")), "head_dim no number"),
+    "a tensor in two files": (lies_twice, "model.norm.weight lies in model-2.safetensors and in another file, with other values"),
     "a matrix that turns nothing": (holds("R4_input.weight", lambda one: one[1].copy_(one[0]), DOWN), "of 64 x 64 is no rotation"),
     "a matrix of another sign": (holds("R4_input.weight", lambda one: one[3, 5].neg_(), DOWN), "of 64 x 64 is no rotation"),
 }

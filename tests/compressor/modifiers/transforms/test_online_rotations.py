@@ -118,6 +118,13 @@ def test_a_checkpoint_that_names_patterns_and_shares_matrices_is_read(tmp_path: 
     assert torch.equal(logits(made), logits(load_compressed(tmp_path / "out", device="cpu")))
 
 
+@pytest.mark.parametrize("modifier", [RECIPES["blocks"], RECIPES["QuIP in blocks"], R4], ids=["R4", "QuIP", "Hadamard"])
+def test_a_float64_model_keeps_all_digits_of_its_matrices(modifier: Any, tmp_path: Path) -> None:
+    llama().double().save_pretrained(tmp_path / "base")
+    made = run(tmp_path / "base", tmp_path / "out", modifier, *QUANTIZERS["weights"]).model
+    assert torch.equal(logits(made), logits(load_compressed(tmp_path / "out", device="cpu")))
+
+
 @pytest.mark.parametrize("quantizers", [QUANTIZERS["floats"], QUANTIZERS["weights"]], ids=["floats", "weights"])
 def test_transformers_does_not_apply_the_rotation_and_the_run_says_so(quantizers: Any, tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "base")
@@ -507,7 +514,7 @@ def test_a_config_that_asks_for_something_else_is_an_error(tmp_path: Path) -> No
 
 
 BUGS: dict[str, Any] = {
-    "the matrix is stored transposed": ("_stored", lambda one: online_stored(one).T.contiguous()),
+    "the matrix is stored transposed": ("_stored", lambda one, wide: online_stored(one, wide).T.contiguous()),
     "the inverse is forgotten": (
         "_read",
         lambda group, side, kind, matrix, *, inverse: online_read(group, side, kind, matrix, inverse=False),
