@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckFailed, NothingToCheckError
+from harness.checks.inputs.examine import refuse
 from harness.checks.oracles import damped, nearest, quadratic_loss
 from harness.checks.protocols import Quantized, Solved, Solver
 
@@ -119,6 +120,21 @@ def per_value(solved: Solved) -> tuple[Tensor, Tensor]:
         scale = scale / solved.quantized.global_scale.to(torch.float64)
     zero = solved.quantized.zero_point
     return scale, torch.zeros_like(scale) if zero is None else _rows_of(zero, rows)[:, group_C]
+
+
+def hold_values(solved: Solved) -> None:
+    """Refuse values that are not (code - zero point) * scale of their group.
+
+    Args:
+        solved: a solution.
+
+    Raises:
+        CheckFailed: the first such value.
+    """
+    codes, (scale, zero) = solved.quantized.codes.to(torch.float64), per_value(solved)
+    exact, values = (codes - zero) * scale, solved.values.to(torch.float64)
+    limit = 3 * float(torch.finfo(solved.values.dtype).eps) * exact.abs()
+    refuse((values - exact).abs() > limit, "a value is not (code - zero) * scale of its group", value=values, exact=exact)
 
 
 def _rows_of(part: Tensor, rows: int) -> Tensor:

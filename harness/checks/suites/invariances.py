@@ -18,6 +18,7 @@ from harness.checks.inputs.solver_problems import (
     Problem,
     each_problem,
     group_of,
+    hold_values,
     per_value,
     permuted,
     problem,
@@ -169,6 +170,9 @@ def batched(subject: Solver, context: CheckContext) -> str:
     return f"{len(lists)} lists of 2 to 5 weights"
 
 
+_SAME_LOSS = 1e-3  # of equal codes, in another order of additions
+
+
 def _hold_together(subject: Solver, weights: list[Tensor], hessian: Tensor) -> None:
     together = subject.solve(weights, hessian)
     if len(together) != len(weights):
@@ -183,6 +187,8 @@ def _hold_together(subject: Solver, weights: list[Tensor], hessian: Tensor) -> N
                 raise CheckFailed(f"{what}: codes {list(found.quantized.codes.shape)}, alone {list(alone.quantized.codes.shape)}")
             share = float((found.quantized.codes.double() != alone.quantized.codes.double()).double().mean())
             raise CheckFailed(f"{what}: other scales, values or codes than alone ({share:.2%} of the codes)")
+        if alone.loss is not None and (found.loss is None or abs(found.loss - alone.loss) > _SAME_LOSS * abs(alone.loss)):
+            raise CheckFailed(f"weight {number} of {len(weights)}: a loss of {found.loss} is reported, alone {alone.loss}")
 
 
 @register(
@@ -197,6 +203,7 @@ def pieces(subject: Solver, context: CheckContext) -> str:
     one = replace(one, weight=one.weight[:20].contiguous())  # so that blocks of rows fit
     alone = solve(subject, one.weight, one.hessian)
     high = solve(subject, one.weight.repeat(27, 1), one.hessian)
+    hold_values(high)
     for number, rows in enumerate(torch.arange(27 * 20).split(20)):
         _hold_alike(_part(high, rows, slice(None)), alone, f"{27 * 20} rows, piece {number} of 27")
     if alone.group_C is not None:
@@ -204,6 +211,7 @@ def pieces(subject: Solver, context: CheckContext) -> str:
     columns = one.weight.shape[1]
     count = -(-1031 // columns)
     wide = solve(subject, one.weight.repeat(1, count), torch.block_diag(*[one.hessian] * count))
+    hold_values(wide)
     for number, part in enumerate(torch.arange(count * columns).split(columns)):
         _hold_alike(_part(wide, slice(None), part), alone, f"{count * columns} columns, piece {number} of {count}")
     return f"{count * columns} columns and {27 * 20} rows"
