@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from compressor import CompressorError, SparseGPTModifier, load_compressed, load_recipe, oneshot
-from compressor.errors import SchemeError
+from compressor.errors import SchemeError, TargetError
 from compressor.mappings import find_pairs
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.loading.sample_batches import MODALITIES, reads, sample_batches
@@ -201,6 +201,11 @@ RUN = (
     "quantization_kv_cache/llama3_fp8_kv_example",
     "quantization_w4a16_fp4/nvfp4/llama3_nvfp4_expanded_mse_example",
 )
+# FlexOlmo's layers have norms behind them and none in front: nothing there takes a scale, or lets a rotation pass.
+UNFIT = {
+    ("FlexOlmo", "big_models_with_sequential_onloading/llama3.3_70b"): "no scale can move into a layer that is quantized",
+    ("FlexOlmo", "transform/spinquant_example"): "post_attention_layernorm adds to the hidden states what it multiplies",
+}
 # For a change each architecture runs one recipe, of another kind each; by night all.
 RUNS = [
     pytest.param(kind, name, marks=() if number == place else pytest.mark.nightly)
@@ -219,6 +224,10 @@ def test_a_recipe_runs_on_an_architecture_that_no_table_knows(kind: str, name: s
     with torch.inference_mode():
         before = model(rows).logits
     recipe = recipe_of(ENTRIES[name])
+    if (kind, name) in UNFIT:
+        with pytest.raises(TargetError, match=UNFIT[kind, name]):
+            oneshot(model, recipe=recipe, dataset=rows, device="cpu")
+        return
     report = oneshot(model, recipe=recipe, dataset=rows, device="cpu").report
     with unfused_experts(model, hold=False):
         linears = {name for name, one in model.named_modules() if isinstance(one, nn.Linear | QuantizedLinear)} - {"lm_head"}
