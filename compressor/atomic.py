@@ -58,6 +58,8 @@ def whole_file(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: the disk is full or fails; an existing file is as it was.
     """
+    if not target.name or target.is_dir():
+        raise CheckpointError(f"{target}: is a folder; name a file in it")
     place = target.with_name(target.name + PARTIAL_SUFFIX)
     try:
         remove(place)

@@ -68,6 +68,7 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
         "optimizer": type(step.optimizer).__name__,
         "modifiers": _modifiers(step),
         "settings": _settings(trainer),
+        "made_with": step.made_with,
         "factor": None if trainer.schedule is None else trainer.schedule.given,
         "host_state": {
             f"{number}.{key}": value if _is_simple(value) else writer.write(value, f"setting '{key}' of optimizer group {number}")
@@ -194,9 +195,11 @@ def _check_fits(trainer: Trainer, record: dict[str, Any], stored: dict[str, Tens
 
 def _check_settings(trainer: Trainer, record: dict[str, Any], path: Path) -> None:
     """Refuse a trainer with other settings, by the name of the first."""
-    settings = _settings(trainer)
-    for name in {**record["settings"], **settings}:
-        was, now = record["settings"].get(name), settings.get(name)
+    stored, settings = record["settings"], _settings(trainer)
+    if "made_with" in record:  # files of before have none
+        stored, settings = {**stored, **record["made_with"]}, {**settings, **json.loads(json.dumps(trainer.step.made_with))}
+    for name in {**stored, **settings}:
+        was, now = stored.get(name), settings.get(name)
         if was != now:
             raise ResumeError(f"{path}: {name} was {was} when it was stored, and is {now}; make the trainer as the stored one was made")
     if trainer.schedule is not None and record["factor"] is not None:

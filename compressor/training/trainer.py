@@ -238,7 +238,7 @@ class Trainer:
             The mean of their losses.
 
         Raises:
-            UserInputError: no batch was given, or not one weight for each, or weights that add up to nothing.
+            UserInputError: no batch was given, not one weight for each, a weight below 0 or without end, or weights that add up to nothing.
         """
         with _TURN:
             losses = self._evaluated(batches)
@@ -249,8 +249,8 @@ class Trainer:
         if len(weights) != len(losses):
             raise UserInputError(f"evaluate: {len(weights)} weights were given for {len(losses)} batches; give one for each")
         shares = torch.tensor(weights, dtype=torch.float64, device=losses[0].device)
-        if not shares.sum() > 0:
-            raise UserInputError(f"evaluate: the weights of {len(weights)} batches add up to {shares.sum().item()}; give positive ones")
+        if not (shares.sum() > 0 and bool((shares >= 0).all()) and bool(shares.isfinite().all())):
+            raise UserInputError(f"evaluate: the weights {list(weights)!r:.60} are no shares; give numbers of 0 or more, not all of them 0")
         return ((torch.stack(losses) * shares).sum() / shares.sum()).item()
 
     def _evaluated(self, batches: Iterable[Batch]) -> list[Tensor]:

@@ -249,6 +249,9 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
 
 
 def _visit(value: object, name: str, depth: int, found: dict[int, Container]) -> None:
+    is_loose = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)  # those are looked at by their names
+    if is_loose and vars(value) and depth >= 0 and len(found) < _MAX_CONTAINERS:
+        _hold(Container(name, vars(value), value), "{}.{}", depth, found)
     if type(value) in PLAIN or isinstance(value, _OPAQUE) or depth < 0 or len(found) >= _MAX_CONTAINERS:
         return
     if isinstance(value, tuple | frozenset):

@@ -32,13 +32,25 @@ def _made(kind: Callable[..., Optimizer], params: Parameters, lr: float, **setti
     """
     rate = _rate(lr)
     try:
-        optimizer = kind(params, lr=rate, fused=True, **settings)
+        groups = [{**one, "params": _listed(one["params"])} if isinstance(one, dict) else one for one in params]
+        optimizer = kind(groups, lr=rate, fused=kind is not torch.optim.SGD or not any(map(_stands_still, groups)), **settings)
     except (TypeError, ValueError, LookupError, RuntimeError) as error:
         raise UserInputError(f"{kind.__name__}: torch does not take this ({one_line(error)}); correct it") from error
     for group in optimizer.param_groups:
         device = next((one.device for one in group["params"]), torch.device("cpu"))
         group["lr"] = _rate(group["lr"]).to(device, torch.float64 if device.type == "cpu" else torch.float32)
     return optimizer
+
+
+def _listed(params: Any) -> Any:
+    return list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else params
+
+
+def _stands_still(given: Any) -> bool:
+    """Whether torch's fused SGD leaves a parameter as it is: its kernel for 16 bits on the CPU does not write full vectors (up to 2.13)."""
+    parts = given["params"] if isinstance(given, dict) else given[1:] if isinstance(given, tuple) else [given]
+    tensors = [part[1] if isinstance(part, tuple) else part for part in ([parts] if isinstance(parts, Tensor) else parts)]
+    return any(one.device.type == "cpu" and one.dtype in (torch.bfloat16, torch.float16) for one in tensors)
 
 
 def _rate(lr: Any) -> Tensor:
@@ -77,7 +89,7 @@ def adamw(
 
 @checked(params=_PARAMETERS, momentum=NUMBER, weight_decay=NUMBER, nesterov=FLAG)
 def sgd(params: Parameters, lr: float = 1e-2, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False) -> torch.optim.SGD:
-    """Make an SGD that a capture can hold.
+    """Make an SGD that a capture can hold; of parameters in 16 bits on the CPU its update stands behind what is captured.
 
     With a momentum, torch's fused kernel wants all parameters of a group to get their first gradient in the same step; heads that batches
     take in turns belong into groups of their own.

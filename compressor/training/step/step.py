@@ -17,7 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,7 @@ class TrainStep:
 
     Attributes:
         made_of: classes of the modules when the step was made; a modifier that starts may give them others.
+        made_with: settings of the optimizer's groups and of the averages when the step was made; a state of others is no state of it.
         update_is_captured: the optimizer's update is part of what a capture holds.
         skipped: parameters of the optimizer that the last step's backward pass did not reach; the update leaves them alone.
         lasting: names of the tensors that recordings of the step met outside of it.
@@ -105,6 +106,7 @@ class TrainStep:
             averages.settle = self._settle
         self.ranks = Ranks(model)
         self.made_of = {name: type(module).__qualname__ for name, module in model.named_modules()}
+        self.made_with = _settings_of(optimizer, averages)
         self.lasting = Lasting()
         self.choose_update()
         self.mark: Callable[[str], None] = _ignore
@@ -374,6 +376,18 @@ class TrainStep:
                 name = names[parameter]
                 state = state_of(self.optimizer, parameter)
                 yield from ((f"opt.{key}:{name}", value) for key, value in state.items() if isinstance(value, Tensor))
+
+
+def _settings_of(optimizer: torch.optim.Optimizer, averages: WeightAverages | None) -> dict[str, Any]:
+    """Name settings that are plain values, or tensors of one, as learning rates are."""
+    found: dict[str, Any] = {} if averages is None else {"averages": f"decays {[*averages.decays]}, warmup={averages.warmup}"}
+    for number, group in enumerate(getattr(optimizer, "param_groups", ())):
+        for key, value in group.items():
+            plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta else value
+            plain = list(plain) if isinstance(plain, tuple) else plain
+            if all(isinstance(one, bool | int | float | str | None) for one in (plain if isinstance(plain, list) else [plain])):
+                found[f"{key} of optimizer group {number}"] = plain
+    return found
 
 
 def _refuse_wrong_types(model: object, loss_fn: object, optimizer: object) -> None:

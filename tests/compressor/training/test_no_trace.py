@@ -85,10 +85,10 @@ def test_an_evaluation_leaves_no_trace(batches: Any, mode: Any) -> None:
     assert ends[0] == ends[1]
 
 
-def test_weights_that_add_up_to_nothing_are_refused(batches: Any) -> None:
+def test_weights_that_are_no_shares_are_refused(batches: Any) -> None:
     trainer = made("eager", nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval())
-    for weights in ([0, 0], [1, -1], [float("nan"), 1]):
-        with pytest.raises(UserInputError, match=r"evaluate: the weights of 2 batches add up to .*; give positive ones"):
+    for weights in ([0, 0], [1, -1], [float("nan"), 1], [3, -1], [float("inf"), 1]):
+        with pytest.raises(UserInputError, match=r"evaluate: the weights \[.*\] are no shares; give numbers of 0 or more"):
             trainer.evaluate([batches(0), batches(1)], weights)
 
 

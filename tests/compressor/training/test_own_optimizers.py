@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,3 +163,39 @@ def test_a_generator_without_a_state_may_be_held(batches: Any, tmp_path: Any, ge
         losses.append(trainer.fit(batches, 6))
         trainer.evaluate([batches(0)])
     assert losses[0] == losses[1] == losses[2]
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_trains_parameters_of_16_bits(dtype: torch.dtype, momentum: float) -> None:
+    """torch's fused kernel for them on the CPU leaves full vectors as they are."""
+    for given in (lambda one: one.parameters(), lambda one: [{"params": one.parameters()}], lambda one: one.named_parameters()):
+        ends = []
+        for make in (partial(torch.optim.SGD, foreach=False, fused=False), sgd):
+            torch.manual_seed(0)
+            layer = nn.Linear(16, 8).to(dtype)
+            optimizer = make(given(layer), lr=0.1, momentum=momentum)
+            for _ in range(3):
+                optimizer.zero_grad()
+                layer(torch.ones(2, 16, dtype=dtype)).sum().backward()
+                optimizer.step()
+            ends.append(layer.weight.detach())
+        assert torch.equal(*ends)
+
+
+def test_sgd_of_float32_is_captured() -> None:
+    assert all(group["fused"] for group in sgd(nn.Linear(4, 4).parameters()).param_groups)
+
+
+def test_a_number_that_is_kept_on_a_tensor_is_guarded(batches: Any) -> None:
+    held = torch.ones(1)
+    held.count = 0  # type: ignore[attr-defined]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        held.count += 1  # type: ignore[attr-defined]
+        return cross_entropy(model(batch["x"]), batch["y"])
+
+    model = nn.Linear(8, 4)
+    trainer = Trainer(TrainStep(model, loss_fn, sgd(model.parameters())), "replay")
+    with pytest.raises(GuardDriftError, match="count"):
+        trainer.fit(batches, 8)

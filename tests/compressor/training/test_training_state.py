@@ -10,7 +10,7 @@ from torch import nn
 
 from compressor import Session, State
 from compressor.errors import CheckpointError, ResumeError, UserInputError
-from compressor.training import Snapshot, Trainer, TrainStep, load_training, save_training
+from compressor.training import Snapshot, Trainer, TrainStep, WeightAverages, adamw, load_training, save_training
 
 SETTINGS = {"ema": True, "schedule": True, "clip_norm": 1.0}
 
@@ -218,6 +218,44 @@ def test_a_model_that_says_other_settings_of_itself_is_refused(other, tmp_path):
     load_training(make(), path)
     with pytest.raises(ResumeError, match="settings of"):
         load_training(make(**other), path)
+
+
+OTHERS = {
+    "lr": {"lr": 1e-3},
+    "betas": {"betas": (0.8, 0.9)},
+    "eps": {"eps": 1e-4},
+    "weight_decay": {"weight_decay": 0.2},
+    "averages": {"warmup": True},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_trainer_made_with_other_settings_is_refused(name, tmp_path):
+    """The state would go on with its own, and nobody would be told that what was asked for is not what runs."""
+
+    def make(warmup=False, lr=0.01, **settings):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 2)
+        averages = WeightAverages(model, 0.9, warmup=warmup)
+        return Trainer(TrainStep(model, _loss, adamw(model.parameters(), lr=lr, **settings), averages=averages))
+
+    one = make()
+    one.fit(_batch, 3)
+    one.step.optimizer.param_groups[0]["lr"].mul_(0.5)  # what a run changes on its way is state
+    path = save_training(one, tmp_path / "s")
+    assert load_training(like := make(), path) == {} and float(like.step.optimizer.param_groups[0]["lr"]) == 0.005
+    with pytest.raises(ResumeError, match=f"{name}.* was .* when it was stored"):
+        load_training(make(**OTHERS[name]), path)
+
+
+@pytest.mark.parametrize("name", [".", "/", "folder"])
+def test_a_folder_is_no_file_of_a_state(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    model = nn.Linear(8, 2)
+    with pytest.raises(CheckpointError, match="is a folder; name a file in it"):
+        save_training(Trainer(TrainStep(model, _loss, adamw(model.parameters()))), name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_settings_of_a_group_come_back_as_they_were(tmp_path):
