@@ -45,6 +45,20 @@ def test_what_cannot_be_kept_to_is_refused_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("where", ["cpu", "none", "cuda:1"])
+def test_weights_wait_in_main_memory_or_nowhere(
+    where: str, llama_dir: Path, tokens_file: Path, w4a16: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = llama_dir, tokens_file, w4a16, tmp_path / "out", "--sequential-offload-device", where
+    if where == "cuda:1":
+        with pytest.raises(SystemExit, match="2"):
+            run(*words)
+        assert "invalid choice: 'cuda:1' (choose from" in capsys.readouterr().err
+        return
+    assert run(*words) == 0
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
 def test_activations_on_disk_change_no_byte_of_the_checkpoint(
     llama_dir: Path, tokens_file: Path, w4a16: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
