@@ -177,7 +177,7 @@ def test_a_graph_is_written_whole_with_its_data_beside_it_when_large(attention_g
 
 @pytest.mark.nightly  # every change exports, counts and goes round by other commands of this folder
 def test_the_commands_export_and_go_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny.llama().save_pretrained(tmp_path / "llama")
+    tiny.llama(num_key_value_heads=4).save_pretrained(tmp_path / "llama")
     graph = str(tmp_path / "llama.onnx")
     folder = str(tmp_path / "llama")
     assert main(["onnx", "export", folder, graph, "--exporter", "torchscript", "--opset", "17", "--dynamic", "input_ids:1=length"]) == 0

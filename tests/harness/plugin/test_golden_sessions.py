@@ -170,7 +170,7 @@ def test_two_tests_that_write_one_golden_are_told_and_it_is_not_written(project,
 def test_tests_whose_goldens_would_have_one_file_are_told_and_neither_is_written(project, workers: str) -> None:
     tests = TWO.format(factor="2").replace('"same"', '"n/W4A16"', 1).replace('"same"', '"n/w4a16"')
     project.tests(test_it=tests)
-    run = partial(project.run_apart, f"-n{workers}", "--dist=load") if workers != "0" else project.run
+    run = partial(project.run_apart, "-p", "xdist", f"-n{workers}", "--dist=load") if workers != "0" else project.run
     result = run("--golden-update=new", "--junitxml=junit.xml")
     assert result.ret == 1
     suite = ElementTree.parse(project.path / "junit.xml").getroot()[0]

@@ -41,12 +41,25 @@ def test_both_engines_give_the_bits_of_the_plain_model_and_so_of_each_other(engi
     assert row.used == engine
 
 
+# RWKV divides weights of its layers where it calls them, SqueezeBERT calls `.forward()` of its layers, and a router of Switch converts
+# its own weight in each forward.
+OUTSIDE = "is used outside of"
+REFUSED = {
+    **{("rwkv", level): OUTSIDE for level in ("layer", "inferred", "linear")},
+    **{("squeezebert", level): "calls of its .forward() are not seen" for level in ("layer", "inferred")},
+    ("switch_transformers", "linear"): OUTSIDE,
+}
+
+
 @pytest.mark.parametrize("level", ["layer", "inferred", "linear"])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly) for name in zoo()])
 @pytest.mark.filterwarnings("ignore")
 def test_every_architecture_is_right_at_every_level(name: str, level: str) -> None:
     row = Auditor("auto").audit(zoo()[name].subject(), level)
-    assert row.finding is Finding.OK, row.detail
+    if (name, level) in REFUSED:
+        assert row.finding is Finding.REFUSED and REFUSED[name, level] in row.detail, row.detail
+    else:
+        assert row.finding is Finding.OK, row.detail
 
 
 @pytest.mark.parametrize("level", ["layer", pytest.param("linear", marks=pytest.mark.nightly)])
