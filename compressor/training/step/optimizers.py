@@ -48,8 +48,9 @@ def _listed(params: Any) -> Any:
 
 def _stands_still(given: Any) -> bool:
     """Whether torch's fused SGD leaves a parameter as it is: its kernel for 16 bits on the CPU does not write full vectors (up to 2.13)."""
-    parts = given["params"] if isinstance(given, dict) else given[1:] if isinstance(given, tuple) else [given]
-    tensors = [part[1] if isinstance(part, tuple) else part for part in ([parts] if isinstance(parts, Tensor) else parts)]
+    parts = given["params"] if isinstance(given, dict) else [given]
+    named = [part[-1] if isinstance(part, tuple) and part else part for part in ([parts] if isinstance(parts, Tensor) else parts)]
+    tensors = [one for one in named if isinstance(one, Tensor)]  # of anything else torch complains
     return any(one.device.type == "cpu" and one.dtype in (torch.bfloat16, torch.float16) for one in tensors)
 
 
