@@ -37,11 +37,13 @@ def test_more_layers_need_no_more_memory_and_estimates_hold(measured: list[dict[
 @pytest.mark.nightly
 def test_the_stage_that_is_said_to_be_worst_is(measured: list[dict[str, Any]]) -> None:
     for result in measured:
-        peaks = dict(result["stages"])
-        assert peaks[result["estimate"]["peak_stage"]] >= 0.95 * max(peaks.values())
-        for stage in result["estimate"]["stages"]:
-            if stage["name"] in peaks:
-                assert stage["peak_bytes"] == pytest.approx(peaks[stage["name"]], rel=0.25), stage["name"]
+        stages, peaks = {one["name"]: one["peak_bytes"] for one in result["estimate"]["stages"]}, dict(result["stages"])
+        names = [name for name in stages if name.startswith("model.")]
+        found = {name: peaks[f"stage {number} of {len(names)}"] for number, name in enumerate(names, 1)}
+        found["trace"] = peaks["before calibrate"]  # the bar that measures begins behind it
+        assert found[result["estimate"]["peak_stage"]] >= 0.95 * max(found.values())
+        for name in names:  # of a few MB; a bar names the next stage while the last one still lies there
+            assert stages[name] == pytest.approx(found[name], rel=0.45), name
 
 
 @pytest.mark.nightly

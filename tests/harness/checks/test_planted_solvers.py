@@ -46,33 +46,30 @@ class Wrong(OurSolver):
         return [super(Wrong, self).solve([one], self._beside(one, hessian), block_size, like)[0] for one in ready]
 
 
-class Reports(OurSolver):
-    """Twice the loss of every weight but the first."""
+class Afterwards(OurSolver):
+    """Ours, with its solutions changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[list[Solved]], list[Solved]]) -> None:
         super().__init__(INT4)
+        self._change = change
 
     def solve(
         self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
     ) -> list[Solved]:
-        first, *others = super().solve(weights, hessian, block_size, like)
-        return [first, *(replace(one, loss=2 * (one.loss or 0)) for one in others)]
+        return self._change(super().solve(weights, hessian, block_size, like))
 
 
-class Loses(OurSolver):
-    """The last value of a weight with many columns."""
+def doubled_losses(found: list[Solved]) -> list[Solved]:
+    """Of every weight but the first."""
+    return [*found[:1], *(replace(one, loss=2 * (one.loss or 0)) for one in found[1:])]
 
-    def __init__(self) -> None:
-        super().__init__(INT4)
 
-    def solve(
-        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
-    ) -> list[Solved]:
-        found = super().solve(weights, hessian, block_size, like)
-        for one in found:
-            if one.values.shape[1] > 128:
-                one.values[-1, -1] += 1
-        return found
+def lost_values(found: list[Solved]) -> list[Solved]:
+    """The last one of a weight with many columns."""
+    for one in found:
+        if one.values.shape[1] > 128:
+            one.values[-1, -1] += 1
+    return found
 
 
 class Overlooks(OurSolver):
@@ -116,8 +113,8 @@ WRONG: dict[str, tuple[OurSolver, str, str]] = {
     "the last column": (Overlooks(1), "solver.scales_fit", "a column that decides, 300 x 300"),
     "more rows than columns": (Wrong(beside=as_rounding(lambda w: len(w) > w.shape[1])), "solver.dense_oracle", "more rows than columns: "),
     "square weights": (Wrong(beside=lambda w, H: H.flip(0, 1) if len(w) == w.shape[1] else H), "solver.dense_oracle", "square: "),
-    "the loss of a later weight": (Reports(), "solver.batched", "a loss of"),
-    "the last value of a wide weight": (Loses(), "solver.pieces", "a value is not (code - zero) * scale of its group"),
+    "the loss of a later weight": (Afterwards(doubled_losses), "solver.batched", "a loss of"),
+    "the last value of a wide weight": (Afterwards(lost_values), "solver.pieces", "a value is not (code - zero) * scale of its group"),
     "rows from 129 on": (Wrong(weight=lambda w, _: torch.cat((w[:128], w[128:] * 1.5))), "solver.pieces", "540 rows, piece"),
     "columns from 513 on": (
         Wrong(weight=lambda w, _: torch.cat((w[:, :512], w[:, 512:] * 1.5), 1)),
