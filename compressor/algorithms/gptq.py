@@ -25,7 +25,7 @@ from compressor.algorithms.hessian import relative_output_error
 from compressor.errors import NumericsError
 from compressor.numerics.observers import weight_qparams
 from compressor.numerics.qparams import QParams
-from compressor.numerics.quantize import dequantize
+from compressor.numerics.quantize import values_as_read
 from compressor.numerics.scheme import QuantizationArgs
 
 Solver = Literal["r_form", "reference"]
@@ -206,8 +206,9 @@ def quantize_gptq(
     del work_CR, damped  # as large as all that follows
     g_idx_C = group_C if actorder == "group" else None
     results = []
-    for weight, own, codes, loss in zip(stacked.split(rows), qparams, codes_RC.split(rows), loss_R.split(rows), strict=True):
-        error = relative_output_error(weight, dequantize(codes, own, args, g_idx_C), hessian_CC)
+    solved = zip(stacked.split(rows), weights, qparams, codes_RC.split(rows), loss_R.split(rows), strict=True)
+    for wanted, weight, own, codes, loss in solved:
+        error = relative_output_error(wanted, values_as_read(codes, own, args, weight.dtype, g_idx_C), hessian_CC)
         results.append(GPTQWeight(codes, own, g_idx_C, float(loss.sum(dtype=torch.float64)), error))
     return results, num_dead
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from compressor.numerics.qparams import QParams
-from compressor.numerics.quantize import dequantize, quantize
+from compressor.numerics.quantize import quantize, values_as_read
 from compressor.numerics.scheme import QuantizationArgs
 
 
@@ -54,7 +54,7 @@ def squared_sums(weight_RC: Tensor, codes_RC: Tensor, qparams: QParams, args: Qu
         args: number format.
 
     Returns:
-        ||W - Q||^2 and ||W||^2.
+        ||W - Q||^2 and ||W||^2, where Q is what a layer multiplies with that a loader makes of the codes.
     """
     largest = float(weight_RC.abs().max()) if weight_RC.numel() else 0.0
     if largest == 0:
@@ -64,7 +64,7 @@ def squared_sums(weight_RC: Tensor, codes_RC: Tensor, qparams: QParams, args: Qu
     def measured(values: Tensor) -> Tensor:
         return values.float() if unit == 1.0 else values.float() / unit
 
-    error = measured(dequantize(codes_RC, qparams, args)) - measured(weight_RC)
+    error = measured(values_as_read(codes_RC, qparams, args, weight_RC.dtype)) - measured(weight_RC)
     return float(error.square().sum()) * unit**2, float(measured(weight_RC).square().sum()) * unit**2
 
 

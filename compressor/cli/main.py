@@ -204,7 +204,12 @@ def _run_plan(args: argparse.Namespace) -> int:
         print(to_json(made.to_dict()), end="")
     else:
         _print_plan(made)
-    return EXIT_OK
+    return _exit_code(made)
+
+
+def _exit_code(made: Plan) -> int:
+    """Of a command on the same recipe, which writes a checkpoint."""
+    return EXIT_OK if made.unwritable is None else EXIT_ERROR
 
 
 def _print_plan(made: Plan) -> None:
@@ -246,13 +251,17 @@ def _run_recipe(args: argparse.Namespace) -> int:
         print(to_json({**recipe.to_dict(), "plan": None if made is None else made.to_dict()}), end="")
     elif made is not None:
         _print_plan(made)
-    return EXIT_OK
+    return EXIT_OK if made is None else _exit_code(made)
 
 
 VERBS: dict[str, Verb] = {
     "oneshot": Verb("Compress a model with a recipe and calibration data, and save the checkpoint.", _oneshot_arguments, _run_oneshot),
     "convert": Verb(convert.HELP, convert.add_arguments, convert.run),
-    "plan": Verb("Say what each module would get, with estimates of memory and time; run nothing.", _plan_arguments, _run_plan),
+    "plan": Verb(
+        "Say what each module would get, with estimates of memory and time; run nothing. Ends with 1 where a run would be refused.",
+        _plan_arguments,
+        _run_plan,
+    ),
     "inspect": Verb(inspect.HELP, inspect.add_arguments, inspect.run),
     "mappings": Verb(mappings.HELP, mappings.add_arguments, mappings.run),
     "trace": Verb(trace.HELP, trace.add_arguments, trace.run),

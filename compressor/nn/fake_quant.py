@@ -25,12 +25,12 @@ from compressor.numerics import (
     QParams,
     QuantizationArgs,
     QuantizationScheme,
-    dequantize,
     dynamic_qparams,
     inside_range,
     range_qparams,
     weight_qparams,
 )
+from compressor.numerics.quantize import values_as_read
 
 
 class FakeQuantizedLayer(nn.Module):
@@ -97,7 +97,7 @@ class FakeQuantizedLayer(nn.Module):
 
         def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
             codes = nearest_codes(weight, qparams, args, checked=False)
-            return dequantize(codes, _as_read(qparams, args), args).to(weight.dtype), inside_range(weight, qparams, args)
+            return values_as_read(codes, qparams, args, weight.dtype), inside_range(weight, qparams, args)
 
         return straight_through(self.weight_RC, rounded)
 
@@ -231,8 +231,3 @@ def fake_quantized(module: nn.Module, scheme: QuantizationScheme, name: str, glo
     if isinstance(module, nn.Embedding):
         return FakeQuantizedEmbedding(module, scheme, name, global_scale)
     return FakeQuantizedLinear(module, scheme, name, global_scale)
-
-
-def _as_read(qparams: QParams, args: QuantizationArgs) -> QParams:
-    """Scales as a reader of the file gets them: those that are stored in one byte are unpacked to bfloat16."""
-    return qparams if args.scale_dtype is None else qparams._replace(scale=qparams.scale.to(torch.bfloat16))

@@ -20,7 +20,7 @@ from compressor.errors import SchemeError
 from compressor.numerics.formats import decode_mx_scale, encode_mx_scale
 from compressor.numerics.packing import WORD_BITS, pack_fp4, pack_int32, scale_shape, unpack_fp4, unpack_int32
 from compressor.numerics.qparams import QParams
-from compressor.numerics.quantize import check_groups, dequantize
+from compressor.numerics.quantize import check_groups, values_as_read
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 from compressor.settings.kinds import NAME, TENSOR, object_of
 from compressor.settings.options import checked
@@ -107,8 +107,7 @@ class QuantizedLayer(nn.Module):
         """Return the weight that the forward computes with, [R, C] in the layer's dtype."""
         if self._materialized is not None:
             return self._materialized
-        # As in compressed-tensors, the values are rounded to the dtype of the scale (bfloat16 for fp4) before they meet the model's.
-        return dequantize(self.codes(), self.weight_qparams(), self.weight_args, g_idx=getattr(self, "weight_g_idx", None)).to(self.dtype)
+        return values_as_read(self.codes(), self.weight_qparams(), self.weight_args, self.dtype, g_idx=getattr(self, "weight_g_idx", None))
 
     def lend_weight(self) -> Tensor:
         """Return the dequantized weight, [R, C], for code that reads `layer.weight`; computed at each access, so that writes are lost."""

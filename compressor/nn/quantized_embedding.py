@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from compressor.errors import SchemeError
 from compressor.nn.layer import SCHEME, STORED, Fp4Weight, PackedWeight, PlainWeight, QuantizedLayer
 from compressor.numerics.qparams import QParams
-from compressor.numerics.quantize import dequantize
+from compressor.numerics.quantize import values_as_read
 from compressor.numerics.scheme import QuantizationScheme
 from compressor.settings.kinds import TENSOR, object_of
 from compressor.settings.options import check_kind, checked
@@ -103,8 +103,8 @@ class QuantizedEmbedding(QuantizedLayer):
         qparams = self.weight_qparams()
         if self.weight_args.strategy != "tensor":
             qparams = qparams.map(lambda part: _rows(part, rows_N))
-        values = dequantize(self.codes_of_rows(rows_N), qparams, self.weight_args, g_idx=getattr(self, "weight_g_idx", None))
-        return values.to(self.dtype).reshape(*input.shape, self.embedding_dim)
+        codes_NC, g_idx_C = self.codes_of_rows(rows_N), getattr(self, "weight_g_idx", None)
+        return values_as_read(codes_NC, qparams, self.weight_args, self.dtype, g_idx_C).reshape(*input.shape, self.embedding_dim)
 
     def codes_of_rows(self, rows_N: Tensor) -> Tensor:
         """Return the codes of some rows, [N, C]."""

@@ -66,6 +66,28 @@ def dequantize(codes: Tensor, qparams: QParams, args: QuantizationArgs, g_idx: T
     return values.to(qparams.scale.dtype)
 
 
+def values_as_read(codes: Tensor, qparams: QParams, args: QuantizationArgs, dtype: torch.dtype, g_idx: Tensor | None = None) -> Tensor:
+    """Turn the codes of a weight into what a layer that is read from a file multiplies with.
+
+    Scales that are stored in one byte are unpacked to bfloat16 by compressed-tensors, and the values with them, whatever the model's dtype.
+
+    Args:
+        codes: [R, C], int8 or float8_e4m3fn; not modified.
+        qparams: scale and zero point, as the strategy shapes them.
+        args: the format.
+        dtype: of the model.
+        g_idx: int32 [C], the group of each column; strategy "group" only.
+
+    Returns:
+        Shaped like codes, in `dtype`.
+
+    Raises:
+        SchemeError: the columns do not divide into groups.
+    """
+    read = qparams if args.scale_dtype is None else qparams._replace(scale=qparams.scale.to(torch.bfloat16))
+    return dequantize(codes, read, args, g_idx).to(dtype)
+
+
 @torch.no_grad()
 def fake_quantize(x: Tensor, qparams: QParams, args: QuantizationArgs) -> Tensor:
     """Quantize and dequantize in one go, as compressed-tensors' `fake_quantize` does.
