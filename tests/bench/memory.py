@@ -52,7 +52,7 @@ _OPT = {
 
 
 def layer_cases(counts: Sequence[int], num_samples: int = 64) -> list[dict[str, Any]]:
-    """List runs on models that differ in the number of layers.
+    """List runs on models that differ in the number of layers, none of which is copied while it is traced, as larger ones are not.
 
     Args:
         counts: of layers.
@@ -61,7 +61,7 @@ def layer_cases(counts: Sequence[int], num_samples: int = 64) -> list[dict[str, 
     Returns:
         Cases for `memory_job`.
     """
-    shared = {"class": "LlamaForCausalLM", "recipe": RECIPE, "num_samples": num_samples, "seq_len": 128}
+    shared = {"class": "LlamaForCausalLM", "recipe": RECIPE, "num_samples": num_samples, "seq_len": 128, "copied_bytes": 0}
     return [{"name": f"{count} layers", "config": {**_LLAMA, "num_hidden_layers": count}, **shared} for count in counts]
 
 

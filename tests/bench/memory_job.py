@@ -15,10 +15,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from compressor import oneshot, plan
+from compressor.planning import stages
+from compressor.tracing import footprint
 from tests.bench.memory_meter import MemoryMeter
 
 
@@ -44,12 +47,19 @@ class StageMarks:
             self._meter.mark(note.partition(",")[0])
 
 
+@contextmanager
+def copied_up_to(num_bytes: int) -> Iterator[None]:
+    """Copy no model beyond that size while it is traced, and plan so."""
+    with mock.patch.object(footprint, "COPIED_BYTES", num_bytes), mock.patch.object(stages, "COPIED_BYTES", num_bytes):
+        yield
+
+
 def measure_case(case: Mapping[str, Any], folder: Path, *, warm_up: bool = False) -> dict[str, Any]:
     """Estimate one run, make it, and measure it.
 
     Args:
         case: `name`; `model`, a folder, or `class` and `config` of a random one; `dtype`; `recipe`; `num_samples`, `seq_len`; `options`
-            for `oneshot` and `plan` both.
+            for `oneshot` and `plan` both; `copied_bytes`, up to which a model is copied while it is traced, if not that of the product.
         folder: for models, data and results; is filled.
         warm_up: run it before on two sequences.
 
@@ -129,7 +139,7 @@ def main(settings_file: str, result_file: str) -> None:
     """
     results: list[dict[str, Any]] = []
     for case in json.loads(Path(settings_file).read_text(encoding="utf-8"))["cases"]:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, copied_up_to(case.get("copied_bytes", footprint.COPIED_BYTES)):
             results.append(measure_case(case, Path(folder), warm_up=not results))
         gc.collect()
     Path(result_file).write_text(json.dumps(results), encoding="utf-8")
