@@ -190,8 +190,14 @@ class RateSchedule:
 
         Args:
             step: its number, from 0.
+
+        Raises:
+            UserInputError: the schedule gives no factor; the rates are as before.
         """
         factor = self._factor(step)
+        check_kind(f"schedule({step})", factor, _RATE)
+        if not 0 <= factor < math.inf:
+            raise UserInputError(f"schedule({step}): {factor} is no factor of a learning rate; return a finite number of 0 or more")
         self.given = (step, factor)
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=False):  # a group that came later has a rate of its own
             if isinstance(group["lr"], Tensor):

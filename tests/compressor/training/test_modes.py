@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compressor.errors import BindError, ProofError, UserInputError
-from compressor.training import InputBuffers, Trainer, TrainStep, adamw, sgd, warmup_cosine
+from compressor.training import InputBuffers, Snapshot, Trainer, TrainStep, adamw, sgd, warmup_cosine
 
 SETTINGS = {
     "plain": {},
@@ -117,6 +117,17 @@ def test_the_schedule_sets_the_rates_in_place(new_trainer, cases, batches):
     assert [factor(0), factor(2), factor(20)] == pytest.approx([1 / 3, 1, 0])
     with pytest.raises(UserInputError, match="warmup_steps=5 does not fit"):
         warmup_cosine(5, 5)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -0.5, "0.5", None])
+def test_a_schedule_that_gives_no_factor_is_refused_before_the_step(factor, new_trainer, cases, batches):
+    step = new_trainer(cases["mlp"], "eager").step
+    trainer = Trainer(step, schedule=lambda number: factor if number else 1.0)
+    trainer.train_step(batches(0))
+    before = Snapshot.take(step)
+    with pytest.raises(UserInputError, match=r"schedule\(1\): .*(no factor of a learning rate|was given, where a number)"):
+        trainer.train_step(batches(1))
+    assert trainer.num_steps == 1 and before.differences(Snapshot.take(step)) == []
 
 
 def test_accumulation_is_the_mean_of_its_micro_batches(new_trainer, cases, batches):
