@@ -28,7 +28,14 @@ from compressor.numerics import Observer, QParams, QuantizationScheme, calculate
 # with a scale that is not its own. Here siblings get one and the same: that of all their weights together.
 
 # Last parts of names of layers that read one input and are fused; each tuple one product.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
 
 
 def siblings(name: str) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ CONFIG = Claim("serving.config", "the server reads every entry of quantization_c
 SCHEMES = Claim("serving.schemes", "the server has a kernel for every scheme")
 LAYERS = Claim("serving.layers", "the server gives every layer the scheme that it has in the files")
 TENSORS = Claim("serving.tensors", "every layer has the tensors that its kernel reads, and no others")
-SHARDS = Claim("serving.shards", "layers can be fused, and divided among GPUs")
+SHARDS = Claim("serving.shards", "layers can be fused with one global scale, and divided among GPUs")
 KV_CACHE = Claim("serving.kv_cache", "the server takes the scheme of keys and values")
 CLAIMS = (CONFIG, SCHEMES, LAYERS, TENSORS, SHARDS, KV_CACHE)
 
@@ -218,10 +218,23 @@ def _check_shards(judged: _Judged, policy: Policy) -> CheckRecord:
         ]
 
     most = max((number for number in (1, 2, 4, 8, 16) if not problems(number)), default=0)
-    findings = problems(policy.tensor_parallel)
+    findings = [*problems(policy.tensor_parallel), *_global_scale_problems(judged)]
     return SHARDS.found(
         findings, f"on 1 GPU up to {most}", limit=f"tensor_parallel {policy.tensor_parallel}", evidence={"most GPUs": most}, noun="layer"
     )
+
+
+def _global_scale_problems(judged: _Judged) -> Iterator[str]:
+    """Of layers that become one: it gets one global scale, and the codes of the others are read with what is not theirs."""
+    compressed = judged.subject.compressed
+    for layer in judged.layers:
+        for part in ("weight_global_scale", "input_global_scale") if layer.group is not None else ():
+            keys = [f"{name}.{part}" for name in (layer.siblings[0], layer.name)]
+            if any(key not in compressed.entries or math.prod(compressed.entries[key].shape) != 1 for key in keys):
+                continue
+            first, own = (float(compressed.tensor(key)) for key in keys)
+            if first != own:
+                yield f"{keys[1]}: is {own:g}, that of {layer.siblings[0]} {first:g}, and {judged.server.title} takes one for both"
 
 
 def _is_packed(judged: _Judged, layer: Layer) -> bool:

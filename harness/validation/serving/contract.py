@@ -213,6 +213,8 @@ FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
+EXPERT_FUSED = (("gate_proj", "up_proj"), ("w1", "w3"))  # `w13_weight` of fused_moe/layer.py
+
 # Modules by the last part of their name, where the classes in the servers are not `...Linear`.
 
 HEADS = ("lm_head", "embed_out")  # ParallelLMHead; as embeddings divided by rows, with a scale for each (vocab_parallel_embedding.py)

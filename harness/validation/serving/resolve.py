@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.validation.serving.contract import ARGUMENT_VALUES, EMBEDDINGS, FUSED, HEADS, POSITIONS, ROUTERS
+from harness.validation.serving.contract import ARGUMENT_VALUES, EMBEDDINGS, EXPERT_FUSED, FUSED, HEADS, POSITIONS, ROUTERS
 from harness.validation.serving.servers import Arguments
 from harness.validation.subject import Subject
 
@@ -89,6 +89,7 @@ class Layer:
         name: dotted module name.
         kind: linear, head, embedding, experts, router or position.
         shards: names of all that become one with it, itself among them, in order; itself alone where nothing is fused.
+        siblings: the shards, and of an expert the projections of the same expert that become one with it.
         group: the scheme that it gets there; None for floats.
         is_named: a target or an ignore pattern means it.
         is_split: the ignore patterns mean some of the shards only.
@@ -100,6 +101,7 @@ class Layer:
     group: Group | None
     is_named: bool
     is_split: bool = False
+    siblings: tuple[str, ...] = ()
 
 
 def read_layers(subject: Subject, groups: Sequence[Group], routers: Iterable[str]) -> Iterator[Layer]:
@@ -125,7 +127,8 @@ def read_layers(subject: Subject, groups: Sequence[Group], routers: Iterable[str
         if kind == "position" or (kind == "router" and not architectures & set(routers)):
             yield Layer(name, kind, shards, None, True)
             continue
-        yield _layer(name, "linear" if kind == "router" else kind, shards, groups, patterns)
+        siblings = _shards(name, there, EXPERT_FUSED) if kind == "experts" else shards
+        yield replace(_layer(name, "linear" if kind == "router" else kind, shards, groups, patterns), siblings=siblings)
 
 
 def _texts(value: Any) -> tuple[str, ...]:
@@ -138,9 +141,9 @@ def _kind(name: str) -> str:
     return next((kind for kind, names in kinds.items() if last in names), "experts" if _EXPERT.match(name) else "linear")
 
 
-def _shards(name: str, there: set[str]) -> tuple[str, ...]:
+def _shards(name: str, there: set[str], fused: Iterable[tuple[str, ...]] = tuple(FUSED.values())) -> tuple[str, ...]:
     parent, _, last = name.rpartition(".")
-    for parts in FUSED.values():
+    for parts in fused:
         names = tuple(f"{parent}.{part}" for part in parts)
         if last in parts and there.issuperset(names):
             return names

@@ -16,6 +16,8 @@ from harness.validation.policy import Policy
 from harness.validation.serving.checks import check_serving
 from harness.validation.serving.servers import SERVERS, refusal
 from harness.validation.subject import read_subject
+from tests import tiny
+from tests.harness.validation.conftest import Checkpoint
 
 UP, GATE, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "gate", "down"))
 Q = "model.layers.1.self_attn.q_proj"
@@ -227,6 +229,27 @@ def test_formats_of_small_floats_as_a_run_writes_them_pass(workspace, tmp_path, 
     recipe = {"QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head"], "scheme": preset}}
     oneshot(workspace.base, recipe=recipe, dataset=torch.arange(32).reshape(2, 16), output_dir=tmp_path / "out", progress=False)
     assert found(read_subject(workspace.base, tmp_path / "out")) == {}
+
+
+FUSED = {
+    "llama": (tiny.llama, "model.layers.0.self_attn.v_proj", "model.layers.0.self_attn.q_proj"),
+    "experts": (tiny.qwen3_moe, "model.layers.0.mlp.experts.1.up_proj", "model.layers.0.mlp.experts.1.gate_proj"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:transformers .* will not load these experts:UserWarning")
+@pytest.mark.parametrize("part", ["weight", "input"])
+@pytest.mark.parametrize("kind", FUSED)
+def test_layers_that_become_one_have_one_global_scale(kind, part, tmp_path):
+    make, name, first = FUSED[kind]
+    make(vocab_size=64, hidden_size=32).bfloat16().save_pretrained(tmp_path / "base")
+    recipe = {"QuantizationModifier": {"targets": ["Linear"], "ignore": ["lm_head", "re:.*mlp.gate$"], "scheme": "NVFP4"}}
+    oneshot(tmp_path / "base", recipe=recipe, dataset=torch.arange(32).reshape(2, 16), output_dir=tmp_path / "out", progress=False)
+    assert found(read_subject(tmp_path / "base", tmp_path / "out")) == {}
+    Checkpoint(tmp_path / "out").edit(lambda t: t[f"{name}.{part}_global_scale"].mul_(2))
+    said = found(read_subject(tmp_path / "base", tmp_path / "out"))
+    assert list(said) == ["serving.shards"]
+    assert f"{name}.{part}_global_scale: is " in said["serving.shards"] and f"that of {first} " in said["serving.shards"]
 
 
 @pytest.mark.parametrize("server", SERVERS)
