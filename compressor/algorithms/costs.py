@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from compressor.algorithms.babai import NUM_CANDIDATES, TURNED, can_search, rounding_kernel
 from compressor.algorithms.gptq import Solver
-from compressor.algorithms.hessian import ERROR_ROWS, panel_bytes
+from compressor.algorithms.hessian import ERROR_ROWS, EXACT_ROWS, panel_bytes
 from compressor.numerics.part_sums import most_sums
 from compressor.numerics.scheme import QuantizationArgs
 
@@ -166,7 +166,7 @@ def gptq_cost(
     turning = stacked + work + square + 2 * FLOAT32_BYTES * min(TURNED["cpu"], columns**2 // 2) if solver == "r_form" else 0  # in place
     solving, searching = (part + (work if has_base_stream and part else 0) for part in (solving, searching))
     factoring = columns**3 * (1 / 3 if solver == "r_form" else 5 / 3)
-    sweeps = num_rows * columns * (columns + (NUM_CANDIDATES * group if searched else 0))
+    sweeps = num_rows * columns * (columns + (NUM_CANDIDATES * group if searched else 0)) + _measuring_flops(rows, columns)
     return Cost(
         statistics_bytes=most_sums(num_tokens) * (panel_bytes(columns) + (square if has_base_stream else 0)),
         settled_bytes=2 * square if has_base_stream else square,
@@ -209,18 +209,27 @@ def sparsegpt_cost(
     done = element_bytes * (num_rows * columns - largest)  # weights of the stack that are pruned already
     # The factor beside the weight, its errors and its zeros; of one block what it is moved by, what it becomes, what that costs, and the
     # count among equals in 8 bytes. Then beside the factor the damped Hessian, another of unit diagonal, and of the weight what is left,
-    # four arrays of the search for the best that it can be, and one product. Then the pruned weight, and five arrays to measure its error.
+    # four arrays of the search for the best that it can be, and one product. Then the pruned weight, and three
+    # arrays of some rows to measure its error.
     copies = 2 + (element_bytes < FLOAT32_BYTES)
     choosing = (4 * FLOAT32_BYTES + 8 + 2) * min(block_size, columns) * max(rows)
     sweeping = square + (copies * FLOAT32_BYTES + 1) * largest + choosing
     refining = 3 * square + (8 * FLOAT32_BYTES + 1) * largest if refining_steps else 0
-    measuring = square + (copies * FLOAT32_BYTES + element_bytes + 1) * largest + 5 * FLOAT32_BYTES * min(ERROR_ROWS, max(rows)) * columns
+    measuring = square + (copies * FLOAT32_BYTES + element_bytes + 1) * largest + 3 * FLOAT32_BYTES * min(ERROR_ROWS, max(rows)) * columns
     products = 2.0 * (refining_steps + 1 if refining_steps else 0) + 1.0 + (6.0 if has_base_stream else 0.0)
     return Cost(
         statistics_bytes=most_sums(num_tokens) * (panel_bytes(columns) + (square if has_base_stream else 0)),
         settled_bytes=2 * square if has_base_stream else square,
         working_bytes=done + max(sweeping, refining, measuring),
-        flops=float(num_tokens) * columns * columns * (3 if has_base_stream else 1) + columns**3 / 3 + products * num_rows * columns**2,
+        flops=float(num_tokens) * columns * columns * (3 if has_base_stream else 1)
+        + columns**3 / 3
+        + products * num_rows * columns**2
+        + _measuring_flops(rows, columns),
         num_columns=columns,
         num_roundings=num_rows * columns,
     )
+
+
+def _measuring_flops(rows: Sequence[int], columns: int) -> float:
+    """Of the relative error of each weight."""
+    return sum(2.0 * min(num, EXACT_ROWS) * columns**2 for num in rows)

@@ -43,7 +43,8 @@ class ModuleRecord:
         name: dotted module name.
         modifier: class name of the modifier.
         scheme: the scheme in words.
-        error: relative error of the module's output, or of its weight where no output was seen; >= 0.
+        error: relative squared error of the module's outputs, or of its weight where no output was seen; >= 0. GPTQ and SparseGPT
+            estimate that of outputs of more than 1024 features, to 1 or 2 %.
         num_tokens: tokens that the module saw in calibration; None where none are needed.
         details: further numbers for the report.
 

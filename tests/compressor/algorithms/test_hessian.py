@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from compressor.algorithms.hessian import Hessian
+from compressor.algorithms.hessian import Hessian, relative_output_error
 from compressor.algorithms.pruning.wanda import prune_wanda
 from compressor.errors import NumericsError
 from compressor.numerics import QuantizationArgs, weight_qparams
@@ -66,3 +67,35 @@ def test_inputs_too_small_to_be_squared_are_told_from_zeros(size: float) -> None
     ):
         with pytest.raises(NumericsError, match=r"^m: its calibration inputs are too small to be squared in float32 .*; scale"):
             look()
+
+
+def _outputs(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight, what stands in its place, and the Hessian of its input."""
+    draw = torch.Generator().manual_seed(rows)
+    weight, x = (torch.randn(num, columns, generator=draw) for num in (rows, 4 * columns))
+    if kind == "one loud direction":
+        x += 30 * torch.randn(len(x), 1, generator=draw) * torch.randn(columns, generator=draw)
+    if kind == "loud channels":
+        x *= (4 * torch.rand(columns, generator=draw)).exp()
+    if kind == "rows that are lost":
+        weight[1::8] *= 20
+    values = torch.round(3 * weight) / 3
+    values[1::8] = torch.round(weight[1::8] / 20) * 20
+    return weight, values, x.t() @ x
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("kind", ["plain", "one loud direction", "loud channels", "rows that are lost"])
+@pytest.mark.parametrize("rows", [1, 129, 1024, 1025, 3000])
+def test_the_error_of_outputs_is_that_of_all_rows(rows: int, kind: str, size: float) -> None:
+    weight, values, hessian = _outputs(kind, rows, 600 if rows == 129 else 96)
+    off, kept = (weight - values).double(), weight.double()
+    expected = float(((off @ hessian.double()) * off).sum() / ((kept @ hessian.double()) * kept).sum())
+    assert relative_output_error(size * weight, size * values, hessian) == pytest.approx(expected, rel=1e-4 if rows <= 1024 else 0.05)
+
+
+def test_the_error_of_outputs_that_are_all_zero_is_zero() -> None:
+    weight, values, hessian = _outputs("plain", 40, 16)
+    assert relative_output_error(weight, values, torch.zeros_like(hessian)) == 0.0
+    assert relative_output_error(torch.zeros_like(weight), torch.zeros_like(weight), hessian) == 0.0
+    assert relative_output_error(weight, torch.zeros_like(weight), hessian) == pytest.approx(1.0)

@@ -135,6 +135,6 @@ SOLVER_MUTANTS: tuple[Mutant, ...] = (
              "if int(info) != 0:\n        more = torch.eye(len(matrix_CC)) * matrix_CC.abs().sum()\n"
              "        return torch.linalg.cholesky(matrix_CC + more, upper=upper)\n    if False:")),
     bug("error_of_the_first_rows", "loss", "the relative error is that of the first 128 rows", "solver.float64",
-        Edit("compressor.algorithms.hessian:relative_output_error", "step = max(1, -(-weight_RC.shape[0] // ERROR_ROWS))",
-             "weight_RC, values_RC, step = weight_RC[:ERROR_ROWS], values_RC[:ERROR_ROWS], 1")),
+        Edit("compressor.algorithms.hessian:relative_output_error", "[weight_RC.split(ERROR_ROWS), values_RC.split(ERROR_ROWS)]",
+             "[weight_RC[:128].split(ERROR_ROWS), values_RC[:128].split(ERROR_ROWS)]")),
 )  # fmt: skip
