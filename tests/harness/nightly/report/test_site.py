@@ -74,7 +74,6 @@ LINES = {
     "<img src=x> **well** [pass](http://e.vil) @all": "`<img src=x> **well** [pass](http://e.vil) @all`",
     "`</code>` <b>": "`` `</code>` <b> ``",
     "a ``` b` <i>": "````a ``` b` <i>````",
-    "one\n# two": "`one\\n# two`",
     " <b> ": "`  <b>  `",
 }
 
