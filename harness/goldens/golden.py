@@ -72,7 +72,8 @@ class Golden:
         self.outcomes: list[dict[str, Any]] = []
         self._store = GoldenStore(settings.root)
         self._folder = CandidateFolder(settings.cache)
-        self._written: dict[str, dict[str, Any]] = {}
+        self._contents: dict[str, list[dict[str, Any]]] = {}
+        self._written: set[str] = set()
         self._files: dict[str, str] = {}
 
     def check(
@@ -125,10 +126,12 @@ class Golden:
         )
         answer = self._answer(asked)
         answer, writes = self._decide(asked, answer)
+        if self.settings.update and (answer.ok or writes):
+            self._hold_one_content(asked, answer, writes)
         if writes:
-            self._record(name, answer, self._save(asked, answer, asked.reason))
+            self._record(name, answer, self._save(asked, answer))
             return
-        kept = self._keep(asked, answer, asked.reason)
+        kept = self._keep(asked, answer)
         self._record(name, answer, None)
         if not answer.ok:
             raise GoldenMismatch(self._message(name, answer) + kept)
@@ -162,8 +165,9 @@ class Golden:
         if not isinstance(made, Mapping):
             raise GoldenError(f"inputs {name!r}: make() gave a {type(made).__name__}, not tensors by name; return {{'x': ...}}")
         held = as_tensors(name, made)
-        asked = Question(name, held, TierMap.of(None), None, {}, None, None, platform)
-        self._record(name, answer, self._save(asked, answer, "stored inputs"), kind="inputs")
+        asked = Question(name, held, TierMap.of(None), None, {}, None, None, platform, reason="stored inputs")
+        self._hold_one_content(asked, answer, writes=True)
+        self._record(name, answer, self._save(asked, answer), kind="inputs")
         return held
 
     def _answer(self, asked: Question) -> Answer:
@@ -192,18 +196,31 @@ class Golden:
             refused = self._store.loosened(asked)
         return (refused, False) if refused else (answer, True)
 
-    def _keep(self, asked: Question, answer: Answer, reason: str) -> str:
+    def _hold_one_content(self, asked: Question, answer: Answer, writes: bool) -> None:
+        """Refuse to write a golden that one test gives different contents, be one of them what is stored: the next run would fail."""
+        content = self._candidate(asked, answer)[0].content()
+        contents = self._contents.setdefault(asked.name, [])
+        if content not in contents:
+            contents.append(content)
+        self._written |= {asked.name} if writes else set()
+        if len(contents) > 1 and asked.name in self._written:
+            raise GoldenError(f"golden {asked.name!r}: {self.test} gives it two different contents in one run; give each its own name")
+
+    def _keep(self, asked: Question, answer: Answer) -> str:
         """Keep the tensors of a failed check for `harness golden diff`; a cache that cannot be written must not hide the failure."""
         if answer.ok:
             self._folder.drop(asked.name, self.test)
             return ""
         try:
-            self._save(asked, answer, reason)
+            self._save(asked, answer)
         except GoldenError as error:
             return f"\nthe tensors could not be kept: {error}"
         return ""
 
-    def _save(self, asked: Question, answer: Answer, reason: str) -> Candidate:
+    def _save(self, asked: Question, answer: Answer) -> Candidate:
+        return self._folder.save(*self._candidate(asked, answer))
+
+    def _candidate(self, asked: Question, answer: Answer) -> tuple[Candidate, bytes]:
         data = encode(asked.tensors)
         candidate = Candidate(
             name=asked.name,
@@ -212,7 +229,7 @@ class Golden:
             summary=answer.summary,
             tier=asked.tier,
             elsewhere=asked.elsewhere,
-            reason=reason,
+            reason=asked.reason,
             inputs=asked.inputs,
             recipe=asked.recipe,
             seed=asked.seed,
@@ -222,10 +239,7 @@ class Golden:
             sha256=hashlib.sha256(data).hexdigest(),
             comparisons=tuple(comparison.to_dict() for comparison in answer.comparisons),
         )
-        content = candidate.content()
-        if self.settings.update and self._written.setdefault(asked.name, content) != content:
-            raise GoldenError(f"golden {asked.name!r}: {self.test} gives it two different contents in one run; give each its own name")
-        return self._folder.save(candidate, data)
+        return candidate, data
 
     def _record(self, name: str, answer: Answer, candidate: Candidate | None, kind: str = "outputs") -> None:
         rows = [comparison.to_dict() for comparison in answer.comparisons]

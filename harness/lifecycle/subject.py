@@ -28,7 +28,7 @@ from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
 from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.driving.torch_settings import EnteredModes
 from harness.lifecycle.machines.strategies import Setup
-from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings
+from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings, exact
 from harness.profiles import PROFILES, Profile
 
 MOST_BATCHES = 12
@@ -63,6 +63,7 @@ class Subject:
         stopwatch: restarted at every new run.
         latest: the run that was opened last, for the report of one that hangs.
         make: makes a fresh modifier, where a class was given; else the template is copied.
+        steps_per_epoch: of its runs; None where an index is a step.
         class_values: what the modifier's classes and their modules held before the first run.
     """
 
@@ -77,6 +78,7 @@ class Subject:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     latest: CompressorRun | None = None
     make: Callable[[], Modifier] | None = None
+    steps_per_epoch: int | None = None
     class_values: Mapping[str, object] = field(init=False)
     _modes: EnteredModes | None = None
 
@@ -120,34 +122,50 @@ class Subject:
         """The times of the modifier as it was given."""
         return Settings(self.template.start, self.template.end, self.template.update)
 
-    @contextmanager
-    def started(self) -> Iterator[bool]:
-        """Give a modifier times at which a training starts and ends it, for a while: those that it lacks, or that no life here reaches.
+    def alone(self, keep_originals: bool = False) -> Setup:
+        """Return how a run of the modifier alone begins, with the times that it has now."""
+        return Setup((self.settings,), self.steps_per_epoch, keep_originals)
 
-        Yields:
-            False where it has both, or nothing that only a training calls; then nothing is another.
+    def trainings(self) -> list[Setup]:
+        """Return trainings to look at beside the times that it was given, where it has callbacks that only a training calls.
+
+        Returns:
+            Times at which a training starts and ends it, for those that it lacks or that no life here reaches; where its life is a
+            training, also times between two whole indices: its own where they are such, and others.
         """
-        calls = any(getattr(type(self.template), name) is not getattr(Modifier, name) for name in ("on_start", "on_update", "on_end"))
-        template, make = self.template, self.make
+        template = self.template
+        if all(getattr(type(template), name) is getattr(Modifier, name) for name in ("on_start", "on_update", "on_end")):
+            return []
         is_reached = template.start is not None and template.start + 1 <= _LAST_END
         start = template.start if is_reached and template.start is not None else 0.0
         end = template.end if template.end is not None and start < template.end <= _LAST_END else start + 1
-        if (template.start, template.end) == (start, end) or not calls:
-            yield False
-            return
-        times = Settings(start, end, template.update)
-        self.template = self.fresh(times)
+        found = [Setup((Settings(start, end, template.update),))] if (template.start, template.end) != (start, end) else []
+        if template.calibration_need == "none":
+            own = _steps_per_epoch(start, end)
+            found += [Setup((Settings(start, end, template.update),), own)] if own is not None else []
+            found += [Setup((Settings(0.5, 1.5, template.update),), 2)]
+        return list(dict.fromkeys(found))
+
+    @contextmanager
+    def trained(self, setup: Setup) -> Iterator[None]:
+        """Give the modifier other times, and its runs other epochs, for a while.
+
+        Args:
+            setup: one of `trainings`.
+        """
+        template, make, steps_per_epoch = self.template, self.make, self.steps_per_epoch
+        self.template, self.steps_per_epoch = self.fresh(setup.settings[0]), setup.steps_per_epoch
         self.make = lambda: set_times(make() if make is not None else template.model_copy(deep=True), self.settings)
         try:
-            yield True
+            yield
         finally:
-            self.template, self.make = template, make
+            self.template, self.make, self.steps_per_epoch = template, make, steps_per_epoch
 
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
         """Open a run: the modifier first, then probes, one for each further entry of the setup. Modes of earlier runs are left.
 
         Args:
-            setup: how the run begins; by default the modifier as it was given, alone.
+            setup: how the run begins; by default the modifier alone, as `alone` says.
             model: to work on; by default a copy of the subject's.
 
         Returns:
@@ -157,7 +175,7 @@ class Subject:
         self._modes = self._modes or EnteredModes()
         self._modes.put_back()  # else they add up from run to run, and every call of torch goes through all of them
         move_random_numbers()
-        chosen = setup or Setup((self.settings,))
+        chosen = setup or self.alone()
         modifiers = [self.fresh(chosen.settings[0]), *(apply_settings(Probe(), one) for one in chosen.settings[1:])]
         run = CompressorRun(
             copy.deepcopy(self.model) if model is None else model,
@@ -210,11 +228,16 @@ class Subject:
             for batch in self.batches:
                 gradients(run.model, call(run.model, copy.deepcopy(batch)))
 
+    @property
+    def num_batches(self) -> int:
+        """Of a training that goes on behind the end of the modifier, as far as a life goes."""
+        end = self.template.end if self.template.end is not None else (self.template.start or 0) + 2
+        return min(int(end * (self.steps_per_epoch or 1)) + 2, MOST_BATCHES)
+
     def life(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return the moments of a whole run in which the modifier does its work, each with the names of modules that go with it."""
         if self.trains:
-            end = self.template.end if self.template.end is not None else (self.template.start or 0) + 2
-            batches = [(event, ()) for _ in range(min(int(end) + 2, MOST_BATCHES)) for event in BATCH_EVENTS]
+            batches = [(event, ()) for event in BATCH_EVENTS * self.num_batches]
             return [("INITIALIZE", ()), *batches, ("FINALIZE", ())]
         stages = [("SEQUENTIAL_EPOCH_END", part) for part in self.parts]
         calibration = [("CALIBRATION_START", ()), *stages, ("CALIBRATION_END", ())]
@@ -291,6 +314,14 @@ def begin_random_numbers(seed: int = 1) -> None:
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(seed)
     move_random_numbers()
+
+
+def _steps_per_epoch(start: float, end: float) -> int | None:
+    """Of epochs in which a training comes exactly to times between two whole indices, or else near them; None if both are whole."""
+    fitting = [number for number in range(2, _LAST_END + 1) if end * number <= _LAST_END]
+    meeting = [number for number in fitting if all((exact(time) * number).denominator == 1 for time in (start, end))]
+    is_whole = float(start).is_integer() and float(end).is_integer()
+    return None if is_whole or not fitting else (*meeting, fitting[-1])[0]
 
 
 def _parts(model: nn.Module) -> list[tuple[str, ...]]:

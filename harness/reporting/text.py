@@ -118,3 +118,18 @@ def plain_text(text: str) -> str:
 def printable(line: str) -> str:
     """Write control characters of a line as escapes: names in a file of somebody else may colour a terminal, or break a line."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+
+
+def code_span(text: str) -> str:
+    """Quote somebody else's text in Markdown, so that it is shown as it is: no HTML, link, emphasis or mention in it counts.
+
+    Args:
+        text: any.
+
+    Returns:
+        One line: the text between more backticks than stand together in it.
+    """
+    line = printable(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    space = " " if line[:1] in ("`", " ") or line[-1:] in ("`", " ") else ""  # a space on either side is no part of it
+    return f"{fence}{space}{line}{space}{fence}" if line else ""

@@ -22,9 +22,8 @@ from harness.lifecycle.driving.class_values import frozen_class_values
 from harness.lifecycle.driving.compare import CallResult, Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, is_added, list_differences, outermost, replaced_modules
 from harness.lifecycle.driving.snapshot import Bits, Snapshot, num_hooks
-from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import ANSWERING, BATCH_EVENTS
-from harness.lifecycle.subject import MOST_BATCHES, NothingToCheckError, Subject, call
+from harness.lifecycle.subject import NothingToCheckError, Subject, call
 from harness.lifecycle.witness import Witness
 
 RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
@@ -53,7 +52,7 @@ def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[Ch
         moment, names = subject.life()[number]
         answers = (Act(answer=False), Act(answer=None)) if callback in ANSWERING else ()
         for act in (*RAISES, *answers):
-            run = subject.open(Setup((subject.settings,), keep_originals=keep_originals))
+            run = subject.open(subject.alone(keep_originals))
             checked = subject.check(run)
             checked.compares_all = False
             subject.live(checked, run, until=number)
@@ -125,7 +124,7 @@ def _after_end(subject: Subject) -> None:
     before = num_hooks(run.model)
     if checked.initialize().kind == "failed":
         return
-    for event in BATCH_EVENTS * min(int(subject.template.end) + 2, MOST_BATCHES):
+    for event in BATCH_EVENTS * subject.num_batches:
         if checked.send(event).kind == "failed":
             return
     if (left := num_hooks(run.model) - before) and run.modifiers[0].ended:

@@ -31,7 +31,7 @@ class LifecycleCheck:
         number: in the catalogue of numeric, lifecycle and artifact checks; None for those that it does not list.
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
-        in_training: it looks twice where a modifier has callbacks of a training and yet no start, no end, or one that no run here reaches.
+        in_training: where a modifier has callbacks of a training it looks again in further ones, see `Subject.trainings`.
     """
 
     name: str
@@ -81,18 +81,17 @@ class LifecycleCheck:
         return self.claim.record(Outcome.PASS, summary)
 
     def _look(self, subject: Subject) -> str:
-        seen = self.function(subject)
-        if not self.in_training:
-            return seen
-        with subject.started() as is_started:
-            if not is_started:
-                return seen
-            try:
-                return f"{seen}; with a start: {self.function(subject)}"
-            except Violation as violation:
-                text = str(violation).removeprefix(f"[{violation.clause}] ")
-                times = f"with start={subject.settings.start} and end={subject.settings.end}"
-                raise Violation(violation.clause, f"{times}, {text}", violation.causes) from violation
+        seen = [self.function(subject)]
+        for setup in subject.trainings() if self.in_training else ():
+            with subject.trained(setup):
+                epochs = f", {setup.steps_per_epoch} steps an epoch" if setup.steps_per_epoch else ""
+                times = f"with start={subject.settings.start} and end={subject.settings.end}{epochs}"
+                try:
+                    seen.append(f"{times}: {self.function(subject)}")
+                except Violation as violation:
+                    text = str(violation).removeprefix(f"[{violation.clause}] ")
+                    raise Violation(violation.clause, f"{times}, {text}", violation.causes) from violation
+        return "; ".join(seen)
 
     def _failed(self, violation: Violation) -> CheckRecord:
         return self._broken(str(violation), sorted(violation.causes), _example(violation))
@@ -136,7 +135,7 @@ def register(
         number: in the catalogue.
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
-        in_training: look once more with a start and an end, where a modifier lacks one and has callbacks of a training.
+        in_training: look again in further trainings, where a modifier has callbacks of one.
 
     Returns:
         The decorator; it gives the function back unchanged.

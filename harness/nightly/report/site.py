@@ -27,6 +27,7 @@ from harness.reporting.junit import to_junit
 from harness.reporting.pages import render, write_texts
 from harness.reporting.plots import ACCENT, GRID, INK, LIMIT, MUTED, inline_plot
 from harness.reporting.record import CheckRecord
+from harness.reporting.text import code_span
 from harness.reporting.verdict import Outcome, Verdict
 
 _SHOWN_NIGHTS = 365
@@ -103,11 +104,13 @@ def summary_of(night: Night) -> str:
     few = sum(one.verdict is Verdict.INCONCLUSIVE for one in night.judgements)
     not_passed = [row for row in night.rows if row.outcome != CellOutcome.PASS]
     passed = len(night.rows) - len(not_passed)
-    head = f"**{night.verdict.value}**, night {night.night}{f' at `{night.revision[:12]}`' if night.revision else ''}: "
+    head = f"**{night.verdict.value}**, night {code_span(night.night)}{f' at {code_span(night.revision[:12])}' if night.revision else ''}: "
     head += f"{passed} of {len(night.rows)} cells passed; {len(worse)} of {len(night.judgements)} metrics are worse"
     head += f", {few} have too few nights to tell." if few else "."
-    lines = [f"- `{one.metric}`: {one.summary}" for one in worse]
-    lines += [f"- `{row.cell}`: {row.outcome}{' (quarantined)' if row.cell in night.flaky else ''}: {row.summary}" for row in not_passed]
+    lines = [f"- {code_span(one.metric)}: {code_span(one.summary)}" for one in worse]
+    for row in not_passed:
+        how = f"{row.outcome}{' (quarantined)' if row.cell in night.flaky else ''}"
+        lines.append(": ".join(filter(None, (f"- {code_span(row.cell)}", how, code_span(row.summary)))))
     return "\n".join([head, *([""] if lines else []), *lines]) + "\n"
 
 

@@ -15,6 +15,7 @@ from harness.onnx_graph.graph.drawn_inputs import (
     example_inputs,
     full_size_inputs,
     inputs_of,
+    is_mask,
     narrower_ids,
     nudged,
     open_axes,
@@ -75,11 +76,11 @@ class NumericEqual(Contract):
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
     limit that its integer kernels need (source: measured, see the README of this room).
 
-    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew; once all
-    open sizes are others, and where the exported graph takes it, some are 1. What the exported graph refuses keeps its first values, and a
-    note names what had the same values or size throughout; what it takes and the optimized graph refuses is a violation. Under `golden` all
-    floats are large at once, over each of these masks and flags, and over masks of two ones a row and of two zeros. Rounding grows there:
-    the limit is then what inputs that moved by one rounding leave, less 20 dB.
+    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew; once all open
+    sizes are others, and where the exported graph takes it, some are 1. Of what the exported graph refuses smaller integers are tried, else
+    it keeps its first values, and a note names what had the same values or size throughout; what it takes and the optimized graph refuses
+    is a violation. Under `golden` all floats are large at once, over each of these masks and flags, and over masks of two ones a row and of
+    two zeros. Rounding grows there: the limit is then what inputs that moved by one rounding leave, less 20 dB.
     Outputs are compared in their order: a name that moved to another output is a violation, a new name is a note, for exporters number
     outputs that nobody names.
 
@@ -156,7 +157,8 @@ class NumericEqual(Contract):
         tables = reached_tables(pair.before)
         drawings += [_accepted(before, first, other, tables) for other in other_inputs(pair.before, first, self._seed)]
         for name, rows in tables.items():
-            used = len(np.unique(np.concatenate([one[name].ravel() for one, _ in drawings]))) if name in first else rows
+            named = np.unique(np.concatenate([one[name].ravel() for one, _ in drawings])) if name in first else np.arange(rows)
+            used = int(((named >= 0) & (named < rows)).sum())
             if used < rows:
                 pair.notes.append(f"{self.name}: {name} named {used} of {rows:,} rows of its table; the others were not looked at")
         same = [name for name, one in first.items() if one.size and all(np.array_equal(one, other[name]) for other, _ in drawings)]
@@ -171,15 +173,17 @@ class NumericEqual(Contract):
         return drawings
 
     def _unvaried(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> list[Finding]:
-        """Ids that named the same rows throughout: of the others of their table nothing is known."""
+        """Ids that named the same rows throughout: of the others nothing is known. One number alone may be a length, which shapes force."""
         if self._inputs is not None:
             return []
+        tables, first = reached_tables(pair.before), drawn[0]
+        several = [name for name, one in first.items() if one.size > 1 and one.dtype.kind in "iu" and not is_mask(name, one.dtype)]
         fixed = [
             name
-            for name, rows in reached_tables(pair.before).items()
-            if rows != 1 and name in drawn[0] and drawn[0][name].size and all(np.array_equal(drawn[0][name], one[name]) for one in drawn)
+            for name in dict.fromkeys((*tables, *several))
+            if tables.get(name) != 1 and name in first and first[name].size and all(np.array_equal(first[name], one[name]) for one in drawn)
         ]
-        why = f"{_BEFORE} refuses the other ids that were tried, so the other rows of the table were not looked at; pass inputs"
+        why = f"{_BEFORE} refuses the other ids that were tried, so what they name was not looked at; pass inputs"
         return [self.not_analysed(f"input {name}: {why}") for name in fixed]
 
     def _at_full_size(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], after: Session) -> list[Finding]:
@@ -249,19 +253,21 @@ def _first_accepted(graph: Session, several: Iterator[Mapping[str, np.ndarray]])
 
 
 def _accepted(graph: Session, first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tables: Mapping[str, int]) -> Drawing:
-    """Run on other inputs; where the graph refuses them, on those of the others that it takes one by one, and on smaller ids."""
+    """Run on other inputs; where the graph refuses them, on those of the others that it takes one by one, and on smaller integers."""
     try:
         return other, graph.run(other)
     except GraphRefused:
         kept, outputs = dict(first), graph.run(first)
     for name, array in other.items():
-        for one in (array, *(narrower_ids(array, tables[name]) if name in tables else ())):
+        smaller = narrower_ids(array, tables.get(name, 0)) if name in tables or not is_mask(name, array.dtype) else ()
+        for one in (array, *smaller):
             try:
-                outputs = graph.run(kept | {name: one})
+                found = graph.run(kept | {name: one})
             except GraphRefused:
                 continue
-            kept[name] = one
-            break
+            if one is array or not _is_same(outputs, found):  # else these are other names of the same rows
+                kept[name], outputs = one, found
+                break
     return kept, outputs
 
 

@@ -14,12 +14,13 @@ import numpy as np
 import onnx
 
 from compressor.errors import UserInputError
-from harness.onnx_graph.graph.indexed_tables import id_limits
+from harness.onnx_graph.graph.indexed_tables import id_limits, reached_tables
 
 _MOST_ELEMENTS = 2**28
 _MOST_TRIES = 8
 _MOST_FLAGS = 6
-_WIDE = range(-200, 200)  # what integers are drawn from that index no table; a graph that refuses them keeps the first ones, 0 and 1
+_WIDE = range(-200, 200)  # what integers are drawn from that index no table; a graph that refuses them is given smaller ones
+_SMALL = (*range(16), -1)
 
 
 @dataclass(frozen=True)
@@ -135,16 +136,24 @@ def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: 
         Name to array; at least one.
     """
     draw = np.random.default_rng(seed + 1)
-    limits = id_limits(model)
+    limits, reached = id_limits(model), reached_tables(model)
     values = {value.name: value for value in model.graph.input if value.name in first}
     flags = [name for name, array in first.items() if _is_flag(name, array)]
     chosen = [{name} for name in flags[:_MOST_FLAGS]] + ([set(flags)] if len(flags) > 1 else [])
     for number, off in enumerate([set[str](), *chosen]):
-        yield {name: _again(values[name], array, draw, limits.get(name), name in off, number) for name, array in first.items()}
+        again = {name: _again(values[name], array, draw, limits.get(name), name in off, number) for name, array in first.items()}
+        computed = {name: again[name] for name in reached if name in again and name not in limits and not is_mask(name, again[name].dtype)}
+        yield again | {name: _half_below(array, draw, reached[name]) for name, array in computed.items() if reached[name]}
+
+
+def _half_below(wide: np.ndarray, draw: np.random.Generator, rows: int) -> np.ndarray:
+    """Of ids that something is computed of half lie below the rows of their table: behind a Clip, wide ones all name the first or last."""
+    below = _values(wide.shape, wide.dtype, draw, min(rows, np.iinfo(wide.dtype).max))
+    return np.where(np.asarray(draw.integers(0, 2, wide.shape)) == 1, below, wide)
 
 
 def narrower_ids(array: np.ndarray, rows: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Draw ids again that a graph refused, below the rows of their table and below ever smaller numbers.
+    """Draw integers again that a graph refused, below the rows of their table and below ever smaller numbers; at last one for all.
 
     Args:
         array: as it was refused.
@@ -154,10 +163,12 @@ def narrower_ids(array: np.ndarray, rows: int, seed: int = 0) -> Iterator[np.nda
     Yields:
         Arrays of the same shape and type, the widest first; nothing for what holds no integers.
     """
-    draw, limit = np.random.default_rng(seed + 5), rows or _WIDE.stop
-    while limit > 1 and np.issubdtype(array.dtype, np.integer):
-        yield _values(array.shape, array.dtype, draw, min(limit, np.iinfo(array.dtype).max))
-        limit //= 2
+    if np.issubdtype(array.dtype, np.integer):
+        draw, limit = np.random.default_rng(seed + 5), rows or _WIDE.stop
+        while limit > 1:
+            yield _values(array.shape, array.dtype, draw, min(limit, np.iinfo(array.dtype).max))
+            limit //= 2
+        yield from (np.full_like(array, one) for one in _SMALL if one >= 0 or array.dtype.kind == "i")
 
 
 def full_size_inputs(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.ndarray]], seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
@@ -172,8 +183,8 @@ def full_size_inputs(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.nda
         Name to array, of each drawing, and with masks of two ones a row and of two zeros; nothing where no input is a float.
     """
     draw, limits, first = np.random.default_rng(seed + 2), id_limits(model), drawn[0]
-    floats = [name for name, one in first.items() if _is_float(one.dtype) and not _is_mask(name, one.dtype) and name not in limits]
-    masks = {name: _two(one) for name, one in first.items() if _is_mask(name, one.dtype) and one.ndim and one.shape[-1] > 2}
+    floats = [name for name, one in first.items() if _is_float(one.dtype) and not is_mask(name, one.dtype) and name not in limits]
+    masks = {name: _two(one) for name, one in first.items() if is_mask(name, one.dtype) and one.ndim and one.shape[-1] > 2}
     sparse = [{**first, **masks}, {**first, **{name: 1 - one for name, one in masks.items()}}] if masks else []
     for inputs in [*drawn, *sparse] if floats else []:
         kept = {name: one.astype(first[name].dtype) for name, one in inputs.items()}
@@ -201,7 +212,7 @@ def nudged(inputs: Mapping[str, np.ndarray], seed: int = 0) -> dict[str, np.ndar
     draw = np.random.default_rng(seed + 3)
     moved = {}
     for name, one in inputs.items():
-        if _is_float(one.dtype) and not _is_mask(name, one.dtype):
+        if _is_float(one.dtype) and not is_mask(name, one.dtype):
             signs = np.asarray(draw.integers(0, 2, one.shape)) * 2 - 1
             moved[name] = (one.astype(np.float64) * (1 + signs * float(np.finfo(one.dtype).eps))).astype(one.dtype)
     return {**inputs, **moved}
@@ -221,7 +232,7 @@ def _again(
 ) -> np.ndarray:
     if _is_flag(value.name, first):
         return np.zeros_like(first) if is_off else first
-    if _is_mask(value.name, first.dtype):
+    if is_mask(value.name, first.dtype):
         return _mask(first, draw, number)
     for _ in range(_MOST_TRIES):
         other = _values(first.shape, first.dtype, draw, limit, _WIDE)
@@ -243,7 +254,16 @@ def _mask(ones: np.ndarray, draw: np.random.Generator, number: int) -> np.ndarra
     return rows.reshape(ones.shape).astype(ones.dtype)
 
 
-def _is_mask(name: str, dtype: Any) -> bool:
+def is_mask(name: str, dtype: Any) -> bool:
+    """Whether an input is drawn as ones and zeros, by what it is called or as it holds truth values.
+
+    Args:
+        name: of the input.
+        dtype: of its array.
+
+    Returns:
+        True for a mask.
+    """
     return "mask" in name or dtype == np.bool_
 
 
@@ -259,7 +279,7 @@ def _draw(value: onnx.ValueInfoProto, draw: np.random.Generator, limit: int | No
     if math.prod(shape) > _MOST_ELEMENTS:
         raise UserInputError(f"input {value.name}: {shape} are too many elements to draw; give the graph sizes that it is run with")
     dtype = onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)
-    return np.ones(shape, dtype) if _is_mask(value.name, dtype) else _values(tuple(shape), dtype, draw, limit)
+    return np.ones(shape, dtype) if is_mask(value.name, dtype) else _values(tuple(shape), dtype, draw, limit)
 
 
 def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit: int | None, free: range = range(2)) -> np.ndarray:

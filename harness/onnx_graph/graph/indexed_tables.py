@@ -1,11 +1,13 @@
 """Which inputs of a graph index a table, and how many rows it has: ids, token types, places.
 
-Ids are followed by name from the input to the Gather, through what only moves them; the table may be stored in codes or turned.
+Ids are followed by name from the input to the Gather, through what only moves them; the table may be stored in codes or turned, and may
+be an activation, or what is scattered into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx
@@ -24,12 +26,27 @@ _MOVES = frozenset(
 _FLOATS = frozenset(getattr(onnx.TensorProto, name) for name in ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"))
 
 _INDEXED: Mapping[str, Sequence[tuple[int, int]]] = {
-    **dict.fromkeys(("Gather", "GatherElements", "GatherND", "GatherBlockQuantized"), ((1, 0),)),
-    "EmbedLayerNormalization": ((0, 2), (1, 4)),
+    **dict.fromkeys(("Gather", "GatherElements", "GatherND", "GatherBlockQuantized", "ArrayFeatureExtractor"), ((1, 0),)),
+    **dict.fromkeys(("ScatterND", "ScatterElements", "Scatter"), ((1, 0),)),
+    **dict.fromkeys(("TensorScatter", "RoiAlign"), ((2, 0),)),
+    "TorchEmbedding": ((1, 0),),
+    "OneHot": ((0, 1),),
+    "EmbedLayerNormalization": ((0, 2), (1, 4), (8, 3)),
+    "QEmbedLayerNormalization": ((0, 2), (1, 4)),
+    "RotaryEmbedding": ((3, 1), (3, 2)),
+    "com.microsoft::RotaryEmbedding": ((1, 2), (1, 3)),
+    "MRotaryEmbedding": ((1, 2), (1, 3)),
+    "GroupQueryAttention": ((9, 7), (9, 8)),
 }
-"""Operator to the positions of ids and of the table that they index."""
+"""Operator to the positions of ids and of the table that they index; of OneHot that is the number of its rows."""
 
-_AXIS = {"Gather": "axis", "GatherElements": "axis", "GatherBlockQuantized": "gather_axis"}
+_AXIS: Mapping[str, tuple[str, int]] = {
+    **dict.fromkeys(("Gather", "GatherElements", "ScatterElements", "Scatter"), ("axis", 0)),
+    "GatherBlockQuantized": ("gather_axis", 0),
+    "TensorScatter": ("axis", -2),
+    "ArrayFeatureExtractor": ("", -1),
+}
+"""Operator to the attribute that names the axis of the rows, and what it is where it is not given; 0 in all others."""
 
 
 def id_limits(model: onnx.ModelProto) -> dict[str, int]:
@@ -52,9 +69,9 @@ def reached_tables(model: onnx.ModelProto) -> dict[str, int]:
         model: not modified.
 
     Returns:
-        Name to the number of rows of the smallest table; 0 where it is not known.
+        Name to the number of rows of the smallest table, of those that it indexes as it is where there is one; 0 where it is not known.
     """
-    return _Walk(lambda node: True).limits(model)
+    return _Walk(lambda node: True).limits(model) | id_limits(model)
 
 
 @dataclass
@@ -64,12 +81,16 @@ class _Walk:
     Attributes:
         carries: whether ids come through an operator.
         sizes: of constants; None where they are not known.
+        declared: of other values, as far as the file says them; 0 is an open one.
+        numbers: what constants of one element hold.
         ids: value to the inputs whose integers it holds.
         found: input to the rows of the smallest table that it indexes.
     """
 
     carries: Callable[[onnx.NodeProto], bool]
     sizes: dict[str, Sequence[int] | None] = field(default_factory=dict)
+    declared: dict[str, Sequence[int]] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
     ids: dict[str, set[str]] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
 
@@ -81,16 +102,31 @@ class _Walk:
 
     def _through(self, graph: onnx.GraphProto) -> None:
         self.sizes |= {tensor.name: tensor.dims for tensor in graph.initializer}
+        self.numbers |= _numbers((tensor.name, tensor) for tensor in graph.initializer)
+        for value in (*graph.input, *graph.value_info):
+            if value.type.tensor_type.HasField("shape"):
+                self.declared[value.name] = [max(0, one.dim_value) for one in value.type.tensor_type.shape.dim]
         for tensor in graph.initializer:
             self.ids.pop(tensor.name, None)
         for node in graph.node:
             for attribute in node.attribute:
                 for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                     self._through(inner)
-            for ids, table in _INDEXED.get(node.op_type, ()):
-                if len(node.input) > max(ids, table) and node.input[table] in self.sizes:
-                    self._index(self.ids.get(node.input[ids], set()), _rows(node, self.sizes[node.input[table]]))
+            for ids, table in _INDEXED.get(f"{node.domain}::{node.op_type}", _INDEXED.get(node.op_type, ())):
+                if len(node.input) > max(ids, table) and node.input[table]:
+                    self._index(self.ids.get(node.input[ids], set()), self._rows(node, node.input[ids], node.input[table]))
             self._pass(node)
+
+    def _rows(self, node: onnx.NodeProto, ids: str, table: str) -> int:
+        """How many rows a table has; 0 where it is not known, or where one id says where all that are read begin."""
+        if node.op_type == "OneHot":
+            return self.numbers.get(table, 0)
+        if node.op_type == "RotaryEmbedding" and len(self.declared.get(ids, ())) == 1:
+            return 0
+        size = self.sizes.get(table) or self.declared.get(table)
+        name, axis = _AXIS.get(node.op_type, ("", 0))
+        axis = next((one.i for one in node.attribute if name and one.name == name), axis)
+        return size[axis] if size and -len(size) <= axis < len(size) else 0
 
     def _index(self, names: set[str], rows: int) -> None:
         for name in names:
@@ -100,6 +136,7 @@ class _Walk:
         """Say what the outputs of a node are: constants, or values that hold ids."""
         if all(name in self.sizes for name in node.input if name) and not any(one.HasField("g") for one in node.attribute):
             self.sizes |= dict.fromkeys(node.output, _size(node, [self.sizes[name] for name in node.input if name]))
+            self.numbers |= _numbers((node.output[0], one.t) for one in node.attribute if node.op_type == "Constant" and one.HasField("t"))
             return
         to = next((one.i for one in node.attribute if node.op_type == "Cast" and one.name == "to"), None)
         if self.carries(node) and to not in _FLOATS:
@@ -107,9 +144,11 @@ class _Walk:
             self.ids |= {name: set().union(*(self.ids.get(one, set()) for one in data)) for name in node.output}
 
 
-def _rows(node: onnx.NodeProto, size: Sequence[int] | None) -> int:
-    axis = next((one.i for one in node.attribute if one.name == _AXIS.get(node.op_type)), 0)
-    return size[axis] if size and -len(size) <= axis < len(size) else 0
+def _numbers(named: Iterable[tuple[str, onnx.TensorProto]]) -> dict[str, int]:
+    """What tensors of one integer hold."""
+    lone = [(name, one) for name, one in named if math.prod(one.dims) == 1 and one.data_type not in _FLOATS and not one.external_data]
+    arrays = {name: onnx.numpy_helper.to_array(one) for name, one in lone}
+    return {name: int(one.item()) for name, one in arrays.items() if one.dtype.kind in "iu"}
 
 
 def _size(node: onnx.NodeProto, given: Sequence[Sequence[int] | None]) -> Sequence[int] | None:

@@ -245,6 +245,18 @@ def test_one_test_that_gives_one_golden_two_contents_is_told(shelf) -> None:
         golden.check("x", VALUE + 1)
 
 
+@pytest.mark.parametrize("update", ["failed", "all"])
+@pytest.mark.parametrize(
+    "values", [(VALUE, VALUE + 1), (VALUE + 1, VALUE), (VALUE + 1, VALUE + 2)], ids=["stored first", "stored last", "new"]
+)
+def test_one_of_two_contents_may_be_what_is_stored(filled, update: str, values: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Written, the golden held one of them, and the next run failed for the other."""
+    golden = filled.golden(update)
+    golden.check("x", values[0])
+    with pytest.raises(GoldenError, match="two different contents"):
+        golden.check("x", values[1])
+
+
 @pytest.mark.parametrize("fails_at", range(5))
 def test_a_disk_that_fails_in_the_middle_leaves_everything_as_it_was(filled, monkeypatch: pytest.MonkeyPatch, fails_at: int) -> None:
     wanted = [_candidate(filled, "x", VALUE * 2, "t::a"), _candidate(filled, "deep/new", VALUE, "t::b")]

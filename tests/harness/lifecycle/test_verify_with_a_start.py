@@ -67,6 +67,18 @@ class KeepsItsHooks(Watches):
         pass
 
 
+class KeepsItsHooksBetweenWholeIndices(Watches):
+    def on_end(self, state: State, event: Event) -> None:
+        if event.index == int(event.index):
+            super().on_end(state, event)
+
+
+class FreezesBetweenWholeIndices(Watches):
+    def on_start(self, state: State, event: Event) -> None:
+        state.model.get_submodule("lm_head").requires_grad_(event.index == int(event.index))
+        super().on_start(state, event)
+
+
 class MovesAWeight(Watches):
     def on_start(self, state: State, event: Event) -> None:
         state.model.get_submodule("lm_head").get_parameter("weight").data.mul_(0.5)
@@ -121,18 +133,49 @@ def test_hooks_that_watch_a_training_pass() -> None:
     for check in ("hooks_watch", "nothing_left", "surroundings", "claims"):
         outcome, summary = outcome_of(Watches, check)
         assert outcome is Outcome.PASS, summary
-        assert "with a start" in summary
+        assert "with start=0.0 and end=1.0: " in summary and "with start=0.5 and end=1.5, 2 steps an epoch: " in summary
 
 
-def test_a_start_of_its_own_stays_and_what_no_training_calls_is_not_tried() -> None:
-    class Idle(Modifier):
-        def on_initialize(self, state: State) -> bool:
-            return True
+class Idle(Modifier):
+    def on_initialize(self, state: State) -> bool:
+        return True
 
-    for template, tried in ((Watches(), True), (Watches(start=1.0, end=3.0), False), (Idle(), False)):
-        subject, before = Subject(template), template.start
-        with subject.started() as is_started:
-            assert is_started is tried
-            assert subject.template.start == (0.0 if tried else before)
-            assert subject.fresh().start == subject.template.start
-        assert subject.template is template and subject.fresh().start == before
+
+class WatchesBesideACalibration(Watches):
+    calibration = "sequential"
+
+
+BETWEEN = (0.5, 1.5, 2)
+TRAININGS: list[tuple[Modifier, list[tuple[float, float, int | None]]]] = [
+    (Watches(), [(0.0, 1.0, None), BETWEEN]),
+    (Watches(start=1.0, end=3.0), [BETWEEN]),
+    (Watches(start=0.0, end=1.5), [(0.0, 1.5, 2), BETWEEN]),
+    (Watches(start=0.5, end=2.25), [(0.5, 2.25, 4), BETWEEN]),
+    (Watches(start=0.5, end=1.5), [BETWEEN]),
+    (Watches(start=0.1, end=1.7), [(0.1, 1.7, 5), BETWEEN]),  # a tenth of an epoch ends behind what a life reaches
+    (Watches(start=0.0, end=9.5), [BETWEEN]),
+    (WatchesBesideACalibration(), [(0.0, 1.0, None)]),
+    (Idle(), []),
+]
+
+
+@pytest.mark.parametrize(("template", "expected"), TRAININGS, ids=lambda one: f"{one.start}, {one.end}" if isinstance(one, Watches) else "")
+def test_a_training_is_looked_at_with_times_of_its_own_and_times_between_whole_indices(
+    template: Modifier, expected: list[tuple[float, float, int | None]]
+) -> None:
+    subject, before = Subject(template), template.start
+    found = [(setup.settings[0].start, setup.settings[0].end, setup.steps_per_epoch) for setup in subject.trainings()]
+    assert found == expected
+    for setup in subject.trainings():
+        with subject.trained(setup):
+            assert subject.fresh().start == subject.template.start == setup.settings[0].start
+            assert subject.open().session.steps_per_epoch == setup.steps_per_epoch
+    assert subject.template is template and subject.fresh().start == before and subject.steps_per_epoch is None
+
+
+@pytest.mark.parametrize("times", [{}, {"start": 0.0, "end": 1.5}, {"start": 0.5, "end": 2.25}, {"start": 0.0, "end": 2.0}])
+def test_what_goes_wrong_between_two_whole_indices_alone_is_told(times: dict[str, float]) -> None:
+    outcome, summary = outcome_of(KeepsItsHooksBetweenWholeIndices(**times), "nothing_left")
+    assert outcome is Outcome.FAIL and "steps an epoch, 1 hooks are on the model after on_end" in summary
+    outcome, summary = outcome_of(FreezesBetweenWholeIndices(**times), "surroundings")
+    assert outcome is Outcome.FAIL and "steps an epoch, " in summary and "requires_grad" in summary

@@ -240,6 +240,70 @@ def test_ids_that_cannot_be_drawn_over_their_table_are_no_evidence() -> None:
     assert NumericEqual(inputs={"ids": np.ones((2, 9), np.int64)}).check(model, model).holds
 
 
+SELECTED = {
+    "rotation, com.microsoft": "float[b, s, 8] x, int64[b, s] p|y = com.microsoft.RotaryEmbedding <num_heads = 2> (x, p, cos, sin)",
+    "rotation, first row": "float[b, s, 8] x, int64[1] p|y = com.microsoft.RotaryEmbedding <num_heads = 2> (x, p, cos, sin)",
+    "rotation, ai.onnx": "float[b, s, 8] x, int64[b, s] p|y = RotaryEmbedding <num_heads = 2> (x, cos, sin, p)",
+    "rotation, computed": "float[b, s, 8] x, int64[b, s] p|c = Abs(cos) d = Add(sin, c) y = RotaryEmbedding <num_heads = 2> (x, c, d, p)",
+    "an activation": "float[60, 2] x, int64[3] p|n = Mul(x, cos) y = Gather(n, p)",
+    "single elements": "float[60, 2] x, int64[3, 2] p|n = Mul(x, cos) y = GatherElements(n, p)",
+    "whole places": "float[60, 2] x, int64[3, 1] p|n = Mul(x, cos) y = GatherND(n, p)",
+    "scattered": "float[60, 2] x, int64[3, 1] p|y = ScatterND(cos, p, part)",
+    "cut off": "float[60, 2] x, int64[3] p|q = Clip(p, low, high) y = Gather(cos, q)",
+    "one-hot": "float[60, 2] x, int64[9] p|q = OneHot(p, rows, values) y = MatMul(q, cos)",
+    "by way of floats": "float[60, 2] x, int64[9] p|f = Cast <to = 1> (p) h = Mul(f, one) q = Cast <to = 7> (h) y = Gather(cos, q)",
+    "places of an embedding": (
+        "int32[b, s] i, int32[b, s] p|j = Mul(i, none) y, m = com.microsoft.EmbedLayerNormalization(j, j, cos, sin, cos, g, g, , p)"
+    ),
+}
+
+
+def _selecting(inputs: str, text: str, wrong: bool) -> onnx.ModelProto:
+    """With tables of 60 rows, of which the last 58 stand in another order."""
+    angles = np.arange(60)[:, None] / np.array([1, 10])
+    order = np.r_[0, 1, np.arange(2, 60)[:: -1 if wrong else 1]]
+    held = {
+        "cos": np.cos(angles)[order].astype(np.float32),
+        "sin": np.sin(angles)[order].astype(np.float32),
+        "none": np.array([0], np.int32),
+        "low": np.array(0),
+        "high": np.array(59),
+        "rows": np.array(60),
+        "values": np.array([0, 1], np.float32),
+        "one": np.float32(1),
+        "part": np.ones((3, 2), np.float32),
+        "g": np.ones(2, np.float32),
+        "far": np.array([-59]),
+    }
+    made = parser.parse_graph(f"g ({inputs}) => (float[] y) {{ {text} }}")
+    made.output[0].type.tensor_type.ClearField("shape")
+    made.initializer.extend(numpy_helper.from_array(np.asarray(one), name) for name, one in held.items())
+    return helper.make_model(made, opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
+
+
+@pytest.mark.parametrize("way", SELECTED)
+def test_what_integers_select_is_looked_at_whatever_operator_takes_them(way: str) -> None:
+    """Zeros and ones name the first two rows alone, and wider integers are refused or name none."""
+    sound, wrong = (_selecting(*SELECTED[way].split("|"), wrong=wrong) for wrong in (False, True))
+    report = NumericEqual().check(sound, sound)
+    assert report.holds and "same values" not in report.message
+    assert NumericEqual().check(sound, wrong).holding is Holding.VIOLATED
+
+
+def test_integers_that_select_and_could_not_be_varied_are_no_evidence_and_a_length_that_is_forced_is_a_note() -> None:
+    alias = "n = Abs(x) a = Mul(p, rows) q = Add(a, far) y = Gather(n, q)"
+    model = _selecting("float[60, 2] x, int64[3] p", alias, wrong=False)
+    report = NumericEqual().check(model, model)
+    assert report.holding is Holding.NOT_ANALYSED and "input p: the exported graph refuses the other ids" in report.message
+    forced = "z = Constant <value_ints = [0]> () e = Constant <value_ints = [1]> () o = Constant <value_int = 1> () i = Range(low, n, o) "
+    model = _selecting(
+        "float[1, 2] x, int64 n", f"{forced} t = Slice(cos, z, e) l = Gather(t, i) r = Reshape(l, two) y = Add(x, r)", wrong=False
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2]), "two"))
+    report = NumericEqual(seed=4).check(model, model)  # draws n = 1, the one length that it takes
+    assert report.holds and "n had the same values throughout" in report.message
+
+
 def _short(model: onnx.ModelProto) -> None:
     model.graph.initializer[0].raw_data = model.graph.initializer[0].raw_data[:1]
 

@@ -15,7 +15,7 @@ from harness.cli import main
 from harness.nightly import History
 from harness.nightly.environment import Environment
 from harness.nightly.measurement import CellRow
-from harness.nightly.report.site import page_of, write_site
+from harness.nightly.report.site import page_of, read_night, summary_of, write_site
 from harness.reporting.verdict import Verdict
 from tests.harness.nightly.report.browser import CONTRASTS, PROGRAM, Browser
 
@@ -61,13 +61,29 @@ def test_what_is_worse_stands_first_and_everything_is_said_as_data(site: Path) -
     assert index.index("a/&lt;b&gt;&amp;") < index.index("a/steady") and f"since {label(37)}" in index
     assert ">timeout</span>" in index and "1 of 2" in index
     summary = (site / "summary.md").read_text()
-    assert summary.startswith(f"**regression**, night {label(39)} at `ffffffffffff`: 1 of 2 cells passed; 1 of 2 metrics are worse.\n")
-    assert "- `replay`: timeout: its log" in summary
+    assert summary.startswith(f"**regression**, night `{label(39)}` at `ffffffffffff`: 1 of 2 cells passed; 1 of 2 metrics are worse.\n")
+    assert "- `replay`: timeout: `its log`\n" in summary
     cases = {case.get("name"): [child.tag for child in case] for case in ElementTree.parse(site / "junit.xml").iter("testcase")}
     expected = {"cell.a/compress": [], "cell.replay": ["failure"], "metric.a/<b>&": ["failure"], "metric.a/steady": []}
     assert cases == expected
     data = json.loads((site / "night.json").read_text())
     assert data["verdict"] == "regression" and [cell["outcome"] for cell in data["cells"]] == ["pass", "timeout"]
+
+
+LINES = {
+    "<img src=x> **well** [pass](http://e.vil) @all": "`<img src=x> **well** [pass](http://e.vil) @all`",
+    "`</code>` <b>": "`` `</code>` <b> ``",
+    "a ``` b` <i>": "````a ``` b` <i>````",
+    " <b> ": "`  <b>  `",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_a_log_is_shown_in_the_summary_as_it_is(line: str, tmp_path: Path) -> None:
+    history = History(tmp_path / "h.sqlite")
+    history.add_cell(CellRow(label(0), HERE.digest, "f" * 40, "c", 1, "error", 2.0, 1 << 30, line), [], environment=HERE)
+    summary = summary_of(read_night(history)[0])
+    assert summary.endswith(f"- `c`: error: {LINES[line]}\n")
 
 
 def test_the_same_history_gives_the_same_bytes(history: History, site: Path, tmp_path: Path) -> None:
