@@ -134,7 +134,7 @@ def load_dataset_source(
             break
     if not rows:
         found = f"all {num_dropped} samples are empty or masked out" if num_dropped else "there is no sample in it"
-        found = f"all samples together do not fill {length} tokens" if concatenate and not num_dropped else found
+        found = f"all samples together do not fill {length} tokens of which one counts" if concatenate else found
         raise DatasetError(f"{_label(source)}: {found}; give texts or token ids")
     pad_id = getattr(tokenizer, "pad_token_id", None)
     ids, counted = [row.ids for row in rows], [row.counted for row in rows]
@@ -149,9 +149,11 @@ def _checked(row: Row, tokenizer: Any, length: int, inputs: Collection[str]) -> 
 
 
 def _joined(rows: Iterable[Tokens], length: int) -> Iterator[Tokens]:
-    """Cut the tokens of all rows, one after another, into sequences of one length."""
+    """Cut the tokens of all rows, one after another, into sequences of one length; a row without any is passed on, to be counted."""
     ids, counted = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool)
     for row in rows:
+        if not len(row.ids):
+            yield row
         ids = torch.cat([ids, row.ids])
         counted = torch.cat([counted, torch.ones_like(row.ids, dtype=torch.bool) if row.counted is None else row.counted])
         whole = len(ids) // length * length

@@ -300,10 +300,13 @@ def _rare(settings: OneshotSettings, config_dir: Path | None) -> dict[str, Any]:
 
 
 def _note_data(state: State, share: float | None) -> None:
-    """Note what forwards without a cache made of the data, and modules that too few tokens reached."""
+    """Note what forwards without a cache made of the data, samples that were left out, and modules that too few tokens reached."""
     if state.data is None:
         return
     state.report.notes += packing_notes(state.model, state.data.batches)
+    if number := state.data.num_dropped:
+        samples = "1 sample" if number == 1 else f"{number} samples"
+        state.report.notes.append(f"{samples} without a token that counts (blank, or masked out) left out")
     if share is None:
         return
     least = share * state.data.num_tokens

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from compressor.data.collate import Batch, call_model
 from compressor.data.layouts import has_memory, num_bytes, shape_of
+from compressor.nn.quantized_linear import is_conv1d
 from compressor.tracing.targets.records import Stage
 from compressor.tracing.targets.sample_state import TorchState
 
@@ -58,7 +59,7 @@ class Stop:
         index: of the stage.
         targets: dotted names.
         classes: class names of the targets.
-        num_linears: linear layers inside.
+        num_linears: linear layers inside, those of GPT-2 (Conv1D) among them.
         num_parameters: numbers in all parameters inside.
         inputs: what the targets are handed in the first batch.
         outputs: what they give.
@@ -213,7 +214,7 @@ def _stop(model: nn.Module, stage: Stage, watch: _Watch, last: int) -> Stop:
         index=stage.index,
         targets=stage.target_names,
         classes=tuple(type(module).__name__ for module in modules),
-        num_linears=sum(isinstance(below, nn.Linear) for module in modules for below in module.modules()),
+        num_linears=sum(isinstance(below, nn.Linear) or is_conv1d(below) for module in modules for below in module.modules()),
         num_parameters=sum(inside.values()),
         inputs=tuple(watch.value(name, key, stage.index) for name, key in watch.inputs.get(stage.index, {}).items()),
         outputs=tuple(watch.value(name, key, stage.index) for name, key in watch.outputs.get(stage.index, {}).items()),

@@ -65,6 +65,8 @@ def load_compressed(
 ) -> nn.Module:
     """Load a checkpoint in the compressed-tensors format with this project's own layers.
 
+    Files must fit their config; that each value is the one that was written is for `harness validate`, which looks at the digests.
+
     Args:
         folder: the checkpoint, with config.json and safetensors files; or its name on the hub (`owner/name`).
         device: "auto" (the first GPU, else the CPU) or a device of torch.

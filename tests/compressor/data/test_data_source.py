@@ -202,7 +202,7 @@ def test_joined_samples_are_cut_into_one_length(rows: list[list[int]]) -> None:
     assert ids_of(rows, concatenate=True, length=4) == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert ids_of(rows, concatenate=True, length=4, num_calibration_samples=1) == [[1, 2, 3, 4]]
     assert ids_of(rows, concatenate=True, length=10) == [list(range(1, 11))]
-    with pytest.raises(DatasetError, match="all samples together do not fill 11 tokens"):
+    with pytest.raises(DatasetError, match="all samples together do not fill 11 tokens of which one counts"):
         ids_of(rows, concatenate=True, length=11)
 
 

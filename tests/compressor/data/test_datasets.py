@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from compressor import oneshot
 from compressor.data import CalibrationData, input_columns, load_dataset_source
 from compressor.data.encode import max_positions
 from compressor.errors import DatasetError
@@ -121,6 +122,17 @@ def test_empty_samples_are_dropped_and_counted(tokenizer: Any) -> None:
     data = load_dataset_source(["", "cat", "  \n", "dog", "", "mat"], tokenizer=tokenizer, num_calibration_samples=2)
     assert ids_of(data) == [[1, 3, 12], [1, 5, 12]] and data.num_dropped == 2
     assert load_dataset_source([[], [1]]).num_dropped == 1
+    joined = load_dataset_source(["cat", "\u00a0", "dog mat"], tokenizer=tokenizer, max_seq_length=3, concatenate=True)
+    assert (joined.num_samples, joined.num_dropped) == (2, 1)
+
+
+@pytest.mark.parametrize(("blank", "note"), [(1, "1 sample without"), (2, "2 samples without"), (0, None)])
+def test_a_run_says_how_many_samples_were_dropped(blank: int, note: str | None) -> None:
+    recipe = {"GPTQModifier": {"targets": ["re:.*q_proj$"], "scheme": "W8A8"}}
+    notes = oneshot(tiny.llama(), recipe=recipe, dataset=[*[[]] * blank, [1, 2, 3]]).report.notes
+    assert [one for one in notes if "left out" in one] == (
+        [] if note is None else [f"{note} a token that counts (blank, or masked out) left out"]
+    )
 
 
 def test_truncation_keeps_the_special_tokens_and_leaves_the_tokenizer_as_it_was(tokenizer: Any) -> None:

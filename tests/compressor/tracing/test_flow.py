@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from compressor.tracing import trace
 from compressor.tracing.flow import BEFORE, measure_flow
+from tests import tiny
 
 
 class _Layer(nn.Module):
@@ -49,6 +50,12 @@ def test_values_have_names_sizes_and_origins() -> None:
     assert first.between == ("embed",) and second.between == ("bridge",) and third.between == ()
     assert after == ("head",)
     assert first.classes == ("_Layer",) and first.num_linears == 1 and first.num_parameters == 20
+
+
+def test_linear_layers_of_gpt2_count() -> None:
+    model, batch = tiny.gpt2(), {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+    stops, _ = measure_flow(model, trace(model, [batch], engine="suspend").stages, batch)
+    assert {stop.num_linears for stop in stops} == {4}
 
 
 def test_live_bytes_count_what_a_later_stage_still_needs_once() -> None:
