@@ -14,7 +14,7 @@ shows beyond these sizes only is not seen.
 
 A call may change nothing beside its result: nothing that is handed in (a transform changes the weights of its model, and nothing else of
 it), nothing that an earlier call has returned, and nothing of the process. Numbers are drawn from a generator of one's own; only the making
-of modules may draw from the global ones. A second call gives what the first one gave.
+of modules may draw from the global ones. A second call gives what the first one gave. Results may have a gradient: their values count.
 """
 
 from __future__ import annotations
@@ -374,9 +374,9 @@ class Calibration(Protocol):
 class Sparsifier(Protocol):
     """Sets weights to zero.
 
-    `prune` meets weights that hold zeros already, which count among those that are asked for, or beside them, and Hessians of an input
-    that is always zero. One that moves weights (`second_order`) meets none whose squares leave the range of float32. One and the same
-    memory comes again with another weight in it, and so does that of the Hessian.
+    `prune` meets weights that hold zeros already, which count among those that are asked for, or beside them, weights whose scores tie
+    under the Hessian, and Hessians of an input that is always zero. One that moves weights (`second_order`) meets none whose squares leave
+    the range of float32. One and the same memory comes again with another weight in it, and so does that of the Hessian.
 
     Attributes:
         kind: "sparsifier".

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any
 
@@ -81,9 +82,10 @@ class Watched:
             self._refuse(name, process, before, given, results)
         if isinstance(getattr(result, "kind", None), str):
             return watched(result)
-        if not isinstance(result, nn.Module):
-            self._results[name] = result
-        return result
+        if isinstance(result, nn.Module):
+            return result
+        self._results[name] = result
+        return _by_values(result)
 
     def _refuse(
         self,
@@ -111,6 +113,17 @@ class Watched:
         for key, value in results.items():
             if _frozen(self._results[key]) != value:
                 raise SideEffectError(f"{name}() has changed what {key}() returned before; give each call memory of its own", f"{key}()")
+
+
+def _by_values(result: Any) -> Any:
+    """What checks see of a result: its values. Whether it has a gradient is the subject's own affair, and numbers are not read from one."""
+    if isinstance(result, Tensor):
+        return result.detach() if result.requires_grad else result
+    if isinstance(result, protocols.Quantized | protocols.Solved):
+        return replace(result, **{field.name: _by_values(getattr(result, field.name)) for field in fields(result)})
+    if isinstance(result, Mapping):
+        return {key: _by_values(value) for key, value in result.items()}
+    return [_by_values(one) for one in result] if isinstance(result, list) else result
 
 
 @cache

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed
 from harness.checks.inputs.memory import hold_memory
+from harness.checks.inputs.pairs import pairwise, told_of
 from harness.checks.protocols import Sparsifier
 from harness.checks.strategies import fixed_weights
 
@@ -138,6 +139,28 @@ def num_large(subject: Sparsifier, columns: int) -> int:
     return max(1, num_kept // 2) if spare <= num_kept <= size - spare else 0
 
 
+TIES = ("one score", "few scores", "one score of weights that differ")
+"""Kinds of `tied_scores`."""
+
+
+def tied_scores(kind: str, shape: tuple[int, int], context: CheckContext) -> tuple[Tensor, Tensor]:
+    """Make a weight and a Hessian without correlations, by which many weights of a row lose the same: what a threshold says is not enough.
+
+    Args:
+        kind: one of TIES.
+        shape: (R, C) of the weight.
+        context: its seed is used.
+
+    Returns:
+        The weight and the Hessian [C, C], float32; scores tie exactly, however they are computed.
+    """
+    generator = torch.Generator().manual_seed(context.seed + 7)
+    signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    few = torch.randint(1, 4, shape, generator=generator) if kind == TIES[1] else torch.ones(shape)
+    powers = torch.randint(-2, 3, (shape[1],), generator=generator).float() * (kind == TIES[2])
+    return signs * few * torch.ldexp(torch.full_like(powers, 0.25), -powers), torch.diag(torch.ldexp(torch.ones_like(powers), 2 * powers))
+
+
 def few_large_inputs(subject: Sparsifier, kind: str, shape: tuple[int, int], context: CheckContext) -> tuple[Tensor, Tensor, Tensor]:
     """Make a weight of about equal magnitudes, and inputs of which a few are a hundred times the others and alone say what may go.
 
@@ -166,6 +189,14 @@ def few_large_inputs(subject: Sparsifier, kind: str, shape: tuple[int, int], con
     return weight, context.once(context, name, lambda: hessian_of(columns, context) * scale * scale[:, None]), is_large
 
 
+def pruned_shapes(subject: Sparsifier) -> list[tuple[int, int]]:
+    """Return few rows, one, as many as columns, many, and many columns, but where each takes a pruner long."""
+    m = multiple_of(subject)
+    wide, narrow = (24 * m, 3 * m) if m > 1 else (96, 31)
+    long = [] if subject.second_order else [(3, -(-1031 // m) * m)]
+    return [(7, wide), (1, wide), (wide, wide), (521, narrow), *long]
+
+
 def each_ordinary(subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:
     """Show a function every ordinary weight, and what the subject made of it.
 
@@ -177,11 +208,11 @@ def each_ordinary(subject: Sparsifier, context: CheckContext, hold: Callable[[Pr
     Returns:
         How many were looked at, in words.
     """
-    return _each(ordinary_weights(subject, context), subject, context, hold)
+    return _each(_beside_hessian(ordinary_weights(subject, context), context), subject, context, hold)
 
 
 def each_weight(subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:
-    """Show a function every ordinary weight, those that hurt, and views; each is pruned once for all checks that share a look.
+    """Show a function every ordinary weight, those that hurt, views, and tied scores; each is pruned once for all checks that share a look.
 
     Args:
         subject: a pruner.
@@ -191,24 +222,33 @@ def each_weight(subject: Sparsifier, context: CheckContext, hold: Callable[[Prun
     Returns:
         How many were looked at, in words.
     """
-    seen = _each(ordinary_weights(subject, context), subject, context, hold)
-    return f"{seen}, {_each(_hurtful_weights(subject), subject, context, hold)} that hurt"
+    seen = each_ordinary(subject, context, hold)
+    hurt = _each(_beside_hessian(_hurtful_weights(subject), context), subject, context, hold)
+    return f"{seen}, {hurt} that hurt, {_each(_each_tied(subject, context), subject, context, hold)} of tied scores"
 
 
-def _each(weights: Iterator[tuple[str, Tensor]], subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:
+def _beside_hessian(weights: Iterator[tuple[str, Tensor]], context: CheckContext) -> Iterator[tuple[str, Tensor, Tensor]]:
+    return ((label, weight, hessian_of(weight.shape[1], context)) for label, weight in weights)
+
+
+def _each_tied(subject: Sparsifier, context: CheckContext) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for case in pairwise({"ties": TIES, "shape": pruned_shapes(subject), "dtype": DTYPES}):
+        weight, hessian = tied_scores(case["ties"], case["shape"], context)
+        yield f"{case['ties']} in {case['dtype']}", weight.to(case["dtype"]), hessian
+
+
+def _each(cases: Iterator[tuple[str, Tensor, Tensor]], subject: Sparsifier, context: CheckContext, hold: Callable[[Pruned], None]) -> str:
     count = 0
-    for label, weight in weights:
-        try:
-            hold(context.once(subject, f"pruned {label} {list(weight.shape)}", partial(_examine, subject, context, weight)))
-        except CheckFailed as broken:
-            raise CheckFailed(f"{label} {list(weight.shape)}: {broken}", broken.findings) from None
+    for label, weight, hessian in cases:
+        label = f"{label} {list(weight.shape)}"
+        with told_of(label):
+            hold(context.once(subject, f"pruned {label}", partial(_examine, subject, weight, hessian)))
         count += 1
     return f"{count} weights"
 
 
-def _examine(subject: Sparsifier, context: CheckContext, weight: Tensor) -> Pruned:
+def _examine(subject: Sparsifier, weight: Tensor, hessian: Tensor) -> Pruned:
     """Prune a weight, twice."""
-    hessian = hessian_of(weight.shape[1], context)
     pruned = subject.prune(weight, hessian)
     if pruned.shape != weight.shape or pruned.dtype != weight.dtype:
         raise CheckFailed(f"{list(pruned.shape)} {pruned.dtype} came out of {list(weight.shape)} {weight.dtype}")

@@ -490,5 +490,5 @@ def _hold_presented_encoded(subject: Quantizer, shape: tuple[int, int], dtype: t
         two = (whole if torch.equal(plain, values) else subject.encode(plain, like)).to(torch.float64)
         for mode, grad in GRAD_MODES.items():
             with grad():
-                one = subject.encode(view, like).detach().to(torch.float64)
+                one = subject.encode(view, like).to(torch.float64)
             refuse(one != two, f"{list(shape)} {dtype}, {name}, {mode}: another code than for an ordinary tensor", code=one, ordinary=two)

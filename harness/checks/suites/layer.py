@@ -24,7 +24,7 @@ from harness.checks.inputs.layer_cases import (
     plain_inputs,
 )
 from harness.checks.inputs.pairs import pairwise
-from harness.checks.inputs.presentations import GRAD_MODES, TENSORS, WAYS, layouts
+from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, TENSORS, WAYS, layouts
 from harness.checks.protocols import Layer
 from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, uniform
 from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze, module_items
@@ -134,7 +134,8 @@ def conditions_meet(subject: Layer, context: CheckContext) -> str:
             "bias": (True, False),
             "mode": ("training", "evaluation"),
             "grad": tuple(GRAD_MODES),
-        }
+        },
+        {"laid": tuple(EXPANDED)},
     )
     built: dict[object, LayerCase] = {}
     for one in cases:

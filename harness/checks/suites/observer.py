@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.memory import hold_memory
-from harness.checks.inputs.pairs import pairwise
-from harness.checks.inputs.presentations import GRAD_MODES, WAYS
+from harness.checks.inputs.pairs import in_words, pairwise
+from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, WAYS
 from harness.checks.oracles import RULES, nearest
 from harness.checks.protocols import Observer, Quantized
 from harness.checks.strategies import NOT_FINITE
@@ -169,7 +170,7 @@ def _hold_rule(subject: Observer, found: Quantized, batches: Sequence[Tensor], w
     scale, zero = RULES[str(subject.scale_rule)](flat, subject.code_values)
     # Whoever gives a scale in float32 has not measured the width in the dtype of the batches.
     eps = float(torch.finfo(found.scale.dtype).eps)
-    actual = float(found.scale.detach().to(torch.float64).reshape(()))
+    actual = float(found.scale.to(torch.float64).reshape(()))
     if abs(actual - float(scale)) > 2 * eps * float(scale):
         raise CheckFailed(f"{what}: scale {actual:.9g}, the rule {subject.scale_rule} says {float(scale):.9g}")
     if zero is not None and found.zero_point is not None:
@@ -178,7 +179,7 @@ def _hold_rule(subject: Observer, found: Quantized, batches: Sequence[Tensor], w
 
 def _hold_zero(found: Quantized, zero: Tensor, subject: Observer, eps: float, what: str) -> None:
     assert found.zero_point is not None
-    actual = float(found.zero_point.detach().to(torch.float64).reshape(()))
+    actual = float(found.zero_point.to(torch.float64).reshape(()))
     wanted = float(zero.clamp(subject.code_values[0], subject.code_values[-1]))
     if abs(actual - wanted) > 0.5 + 4 * eps * float(subject.code_values[-1] - subject.code_values[0]) * 2:
         raise CheckFailed(f"{what}: zero point {actual:g}, the rule {subject.scale_rule} says {wanted:g}")
@@ -186,24 +187,27 @@ def _hold_zero(found: Quantized, zero: Tensor, subject: Observer, eps: float, wh
 
 @register(22, "batch_order", "Neither the order of the batches nor where they are cut changes one bit", kind="observer")
 def batch_order(subject: Observer, context: CheckContext) -> str:
-    """Observe the same values in other orders and batches."""
+    """Observe the same values in other orders and batches: each in every dtype, and with every kind of values."""
+    cases = pairwise({"kind": _KINDS, "cut": tuple(_CUTS), "dtype": _DTYPES})
+    for one in cases:
+        kind, dtype = one["kind"], one["dtype"]
+        batches = _batches(kind, dtype)
+        whole = context.once(subject, f"observed {kind} in {dtype}", partial(subject.observe, batches))
+        _same(subject.observe(_CUTS[one["cut"]](batches)), whole, f"{kind} in {dtype}, {one['cut']}")
     for dtype in _DTYPES:
-        for kind in _KINDS:
-            batches = _batches(kind, dtype)
-            whole = subject.observe(batches)
-            others = {
-                "reversed": batches[::-1],
-                "one by one": [row[None] for x in batches for row in x],
-                "in one batch": [torch.cat(batches)],
-                "with an empty batch": [batches[0][:0], *batches, batches[0][:0]],
-            }
-            for name, other in others.items():
-                _same(subject.observe(other), whole, f"{kind} in {dtype}, {name}")
-            for name, other in {"": batches, ", reversed": batches[::-1]}.items():
-                _same(subject.observe(_Reused(other)), whole, f"{kind} in {dtype}, all in one piece of memory{name}")
         plain = _batches("both signs", dtype)[0]
         hold_memory(lambda batch: subject.observe([batch]), f"observe {dtype}", [plain, plain * 3, plain * 0.4])
-    return f"{len(_KINDS) * len(_DTYPES)} sets of batches"
+    return f"{len(cases)} sets of batches"
+
+
+_CUTS: Mapping[str, Callable[[list[Tensor]], Sequence[Tensor]]] = {
+    "reversed": lambda batches: batches[::-1],
+    "one by one": lambda batches: [row[None] for x in batches for row in x],
+    "in one batch": lambda batches: [torch.cat(batches)],
+    "with an empty batch": lambda batches: [batches[0][:0], *batches, batches[0][:0]],
+    "all in one piece of memory": lambda batches: _Reused(batches),
+    "all in one piece of memory, reversed": lambda batches: _Reused(batches[::-1]),
+}
 
 
 def _same(one: Quantized, two: Quantized, what: str) -> None:
@@ -216,7 +220,7 @@ def _same(one: Quantized, two: Quantized, what: str) -> None:
     13, "refuses_nonfinite", "NaN or infinity in a batch raises an error with a message", kind="observer", needs=("refuses_nonfinite",)
 )
 def refuses_nonfinite(subject: Observer, context: CheckContext) -> str:
-    """Plant NaN and infinities into the first and the last batch, and where batches end; a run that was refused leaves nothing."""
+    """Plant NaN and infinities into the first and the last batch, and under each pair of conditions; who refuses keeps nothing."""
     planted = 0
     for dtype in _DTYPES:
         plain = _batches("both signs", dtype)
@@ -227,12 +231,18 @@ def refuses_nonfinite(subject: Observer, context: CheckContext) -> str:
                 batches[place][1, 3] = value
                 _refused(subject, batches, f"{value} in batch {place} in {dtype}")
                 _same(subject.observe(plain), whole, f"after a run that was refused for {value} in {dtype}")
-            for kind in _PLACED:
-                batches = [x.clone() for x in _placed(kind, dtype)]
-                batches[-1][(-1,) * batches[-1].dim()] = value
-                _refused(subject, batches, f"{value} at the end of {kind} in {dtype}")
-            planted += 2 + len(_PLACED)
-    return f"{planted} planted values were refused"
+            planted += 2
+    ways = [way for way in WAYS if way not in EXPANDED]  # of a row that is seen again only the first place can be planted
+    cases = pairwise({**_CONDITIONS, "laid": ways, "values": NOT_FINITE})
+    for one in cases:
+        batches = _met(one, partial(_planted, value=one["values"]), torch.clone)
+        with GRAD_MODES[one["grad"]]():
+            _refused(subject, batches, in_words(one))
+    return f"{planted + len(cases)} planted values were refused"
+
+
+def _planted(draw: Tensor, value: float) -> Tensor:
+    return torch.where(draw == draw.max(), value, draw)
 
 
 def _refused(subject: Observer, batches: list[Tensor], what: str) -> None:
@@ -301,28 +311,86 @@ _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "small": lambda draw: (draw - 0.4) * 2.0**-6,
     "large": lambda draw: (draw - 0.4) * 2.0**13,
 }
-_MEETING = ((37,), (1,), (1, 16), (6, 1), (130, 16), (2, 3, 16), (2, 65, 17), (2, 2, 3, 8), (2, 5, 13, 16))
+_MEETING = (
+    (37,),
+    (1,),
+    (1, 16),
+    (6, 1),
+    (130, 16),
+    (2, 1000),
+    (2, 3, 16),
+    (5, 130, 16),
+    (2, 5, 13, 16),
+    (2, 3, 2, 3, 4),
+    (2, 2, 2, 3, 2, 4),
+)
+# How many batches there are, and which of them decides.
+_DECIDES = {
+    "alone": (1, 0),
+    "the first of two": (2, 0),
+    "the last of two": (2, 1),
+    "in the middle of three": (3, 1),
+    "the last of nine": (9, 8),
+}
+# What the others are: a hundredth of those values, in its shape, or in one of their own.
+_BESIDE: Mapping[str, tuple[int, ...] | None] = {
+    "alike": None,
+    "numbers": (),
+    "rows": (3, 16),
+    "sequences": (2, 3, 16),
+    "without values": (0, 16),
+}
+# Where the largest number of the batch lies that decides.
+_AT: Mapping[str, int | None] = {"anywhere": None, "at the beginning": 0, "at the end": -1}
+_CONDITIONS: Mapping[str, Sequence[Any]] = {
+    "laid": tuple(WAYS),
+    "shape": _MEETING,
+    "decides": tuple(_DECIDES),
+    "beside": tuple(_BESIDE),
+    "at": tuple(_AT),
+    "dtype": _DTYPES,
+    "grad": tuple(GRAD_MODES),
+}
+# Where values are all the same nobody sees that some were left out.
+_MASKING: Mapping[str, Sequence[str]] = {"laid": tuple(EXPANDED), "values": ("zeros", "a constant")}
 
 
 @register(
     None,
     "conditions_meet",
-    "Any two of shape, dtype, layout, gradients and kind of values may meet: the rule, or what an ordinary batch of the same values gives",
+    "Any two of shape, dtype, layout, gradients, values, and which of how many batches decides may meet: the rule, or what plain ones give",
     kind="observer",
 )
 def conditions_meet(subject: Observer, context: CheckContext) -> str:
-    """Observe a batch for each pair of conditions."""
-    cases = pairwise({"laid": tuple(WAYS), "shape": _MEETING, "values": tuple(_VALUES), "dtype": _DTYPES, "grad": tuple(GRAD_MODES)})
+    """Observe batches for each pair of conditions."""
+    cases = pairwise({**_CONDITIONS, "values": tuple(_VALUES)}, _MASKING)
     for one in cases:
-        draw = torch.rand(one["shape"], generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-        batch = WAYS[one["laid"]](_VALUES[one["values"]](draw).to(one["dtype"]))
-        what = f"{one['values']} {list(batch.shape)} in {one['dtype']}, {one['laid']}, {one['grad']}"
+        batches = _met(one, _VALUES[one["values"]], _VALUES[one["values"]])
+        what = in_words(one)
         with GRAD_MODES[one["grad"]]():
-            found = subject.observe([batch])
+            found = subject.observe(batches)
         if subject.scale_rule is None:
-            _same(found, subject.observe([batch.detach().clone(memory_format=torch.contiguous_format)]), what)
-            if len(batch.detach().unique()) > 8:  # fewer may all lie on the full range's grid, and beside any other
-                _errors(subject, found, [batch], what, most=2.0)  # with few values a search by histograms loses some
-        elif bool(batch.any()):
-            _hold_rule(subject, found, [batch], what)
-    return f"{len(cases)} batches"
+            plain = [batch.detach().clone(memory_format=torch.contiguous_format) for batch in batches]
+            _same(found, subject.observe(plain), what)
+            # Fewer may all lie on the full range's grid, and beside any other.
+            if len(torch.cat([batch.flatten() for batch in plain]).unique()) > 8:
+                _errors(subject, found, batches, what, most=2.0)  # with few values a search by histograms loses some
+        elif any(bool(batch.any()) for batch in batches):
+            _hold_rule(subject, found, batches, what)
+    return f"{len(cases)} sets of batches"
+
+
+def _met(one: Mapping[str, Any], values: Callable[[Tensor], Tensor], others: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """The batches of a case, of which one decides."""
+    generator = torch.Generator().manual_seed(9)
+    count, place = _DECIDES[one["decides"]]
+    shape, at = _BESIDE[one["beside"]], _AT[one["at"]]
+    batches = []
+    for number in range(count):
+        is_other = number != place
+        draw = torch.rand(one["shape"] if shape is None or not is_other else shape, generator=generator, dtype=torch.float64)
+        if at is not None and not is_other:
+            draw.view(-1)[at] = 3.0
+        batch = (others(draw) * 0.01 if is_other else values(draw)).to(one["dtype"])
+        batches.append(WAYS[one["laid"]](batch) if batch.dim() else batch)
+    return batches

@@ -99,7 +99,7 @@ def _hold_presented(subject: Solver, x: Tensor) -> None:
             exact = hessian_of(plain.reshape(-1, x.shape[1])).to(torch.float64)
             for mode, grad in GRAD_MODES.items():
                 with grad():
-                    H = subject.hessian([view]).detach().to(torch.float64)
+                    H = subject.hessian([view]).to(torch.float64)
                 if not (error := float((H - exact).norm() / exact.norm())) <= 1e-5:
                     what = f"{name} of {list(batch.shape)}, {mode}"
                     raise CheckFailed(f"{what}: H is not 2 * mean(x x^T): relative error {error:.3g}")

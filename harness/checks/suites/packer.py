@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.memory import hold_memory
-from harness.checks.inputs.pairs import pairwise
+from harness.checks.inputs.pairs import in_words, pairwise, told_of
 from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, layouts, places
 from harness.checks.inputs.presentations import LAYOUTS as LAID
 from harness.checks.oracles import LAYOUTS, bits_behind
@@ -76,7 +77,8 @@ def _draw(subject: Packer, context: CheckContext) -> None:
     drawn()
 
 
-def _comes_back(subject: Packer, codes: Tensor) -> None:
+def _comes_back(subject: Packer, codes: Tensor) -> Tensor:
+    """Return the words from which the codes came back."""
     before = codes.clone()
     packed = subject.pack(codes)
     words = packed.clone()
@@ -89,6 +91,7 @@ def _comes_back(subject: Packer, codes: Tensor) -> None:
     refuse(one != two, f"{list(codes.shape)}: a code does not come back", code=one, back=two)
     if not torch.equal(codes.to(torch.float64), one):
         raise CheckFailed("packing has changed the codes that it was given")
+    return packed
 
 
 @register(
@@ -99,20 +102,28 @@ def _comes_back(subject: Packer, codes: Tensor) -> None:
 )
 def dense(subject: Packer, context: CheckContext) -> str:
     """Count the words."""
-    for codes in _cases(subject):
-        packed = subject.pack(codes)
-        if not packed.is_contiguous():
-            raise CheckFailed(f"the words of {list(codes.shape)} are no contiguous tensor, as files hold them")
-        length = codes.shape[subject.packed_dim]
-        words = -(-length * subject.bits // (packed.dtype.itemsize * 8))
-        if packed.shape[subject.packed_dim] != words:
-            raise CheckFailed(f"{length} codes of {subject.bits} bits take {packed.shape[subject.packed_dim]} words, {words} are enough")
+    for codes, packed in _packed(subject, context):
+        _hold_dense(subject, codes, packed)
     for shape in _ordinary_shapes(subject):
         codes = _drawn_codes(subject, shape)
         _hold_views(subject, codes)
         _hold_words(subject, codes)
         _hold_memory(subject, shape)
     return f"{subject.bits} bits a code"
+
+
+def _packed(subject: Packer, context: CheckContext) -> list[tuple[Tensor, Tensor]]:
+    """The fixed tensors of codes, and the words that all checks of one run look at."""
+    return context.once(subject, "packed", lambda: [(codes, subject.pack(codes)) for codes in _cases(subject)])
+
+
+def _hold_dense(subject: Packer, codes: Tensor, packed: Tensor) -> None:
+    if not packed.is_contiguous():
+        raise CheckFailed(f"the words of {list(codes.shape)} are no contiguous tensor, as files hold them")
+    length = codes.shape[subject.packed_dim]
+    words = -(-length * subject.bits // (packed.dtype.itemsize * 8))
+    if packed.shape[subject.packed_dim] != words:
+        raise CheckFailed(f"{length} codes of {subject.bits} bits take {packed.shape[subject.packed_dim]} words, {words} are enough")
 
 
 def _ordinary_shapes(subject: Packer) -> list[tuple[int, ...]]:
@@ -155,47 +166,65 @@ def layout(subject: Packer, context: CheckContext) -> str:
     """Decode the words bit by bit."""
     if subject.layout is None:
         raise NothingToCheckError("no layout is declared")
-    count = 0
-    for codes in _cases(subject):
-        packed, wanted = subject.pack(codes), codes
-        if subject.packed_dim == -2:
-            packed, wanted = packed.transpose(-1, -2), codes.transpose(-1, -2)
-        if not codes.numel():
-            continue
-        rows = packed.reshape(-1, packed.shape[-1]).contiguous().numpy()
-        if rest := bits_behind(rows, subject.bits, wanted.shape[-1]):
-            raise CheckFailed(
-                f"{list(codes.shape)}: {rest} bits behind the last codes of rows are set, where equal codes must have equal bytes"
-            )
-        read = torch.from_numpy(LAYOUTS[subject.layout](rows, subject.bits, wanted.shape[-1])).to(torch.float64)
-        expected = wanted.to(torch.float64).reshape(-1, wanted.shape[-1])
-        refuse(read != expected, f"{list(codes.shape)}: a code does not lie in its place", code=expected, read=read)
-        count += 1
-    return f"{count} tensors read as {subject.layout}"
+    packed = _packed(subject, context)
+    for codes, words in packed:
+        _hold_layout(subject, codes, words)
+    return f"{len(packed)} tensors read as {subject.layout}"
+
+
+def _hold_layout(subject: Packer, codes: Tensor, packed: Tensor) -> None:
+    if subject.layout is None or not codes.numel():
+        return
+    wanted = codes
+    if subject.packed_dim == -2:
+        packed, wanted = packed.transpose(-1, -2), codes.transpose(-1, -2)
+    rows = packed.reshape(-1, packed.shape[-1]).contiguous().numpy()
+    if rest := bits_behind(rows, subject.bits, wanted.shape[-1]):
+        raise CheckFailed(
+            f"{list(codes.shape)}: {rest} bits behind the last codes of rows are set, where equal codes must have equal bytes"
+        )
+    read = torch.from_numpy(LAYOUTS[subject.layout](rows, subject.bits, wanted.shape[-1])).to(torch.float64)
+    expected = wanted.to(torch.float64).reshape(-1, wanted.shape[-1])
+    refuse(read != expected, f"{list(codes.shape)}: a code does not lie in its place", code=expected, read=read)
 
 
 @register(None, "refuses_unfit", "A code that does not fit into its bits raises an error", kind="packer", needs=("refuses_unfit",))
 def refuses_unfit(subject: Packer, context: CheckContext) -> str:
-    """Put one code beyond either end among others: near and far, in every place, rank and layout."""
+    """Put one code beyond either end among others: near and far, in every place, and under each pair of conditions."""
     grid = subject.code_values
     near, far = _unfit(subject)
     if not near:
         raise NothingToCheckError("every value of the dtype is a code")
     shapes = _ordinary_shapes(subject)
-    count = 0
-    for number, shape in enumerate((*shapes, *_large_shapes(subject))):
-        for wrong in (*near, *far) if number == 0 else (*near[:2], *far[:2]):
-            for place in places(shape):
-                codes = torch.full(shape, float(grid[0]), dtype=torch.float64)
-                codes[place] = wrong
-                _must_refuse(subject, codes.to(subject.code_dtype), f"{wrong:g} at {list(place)} of {list(shape)}")
-                count += 1
+    few = (*near[:2], *far[:2])
+    planted = [(shapes[0], place, wrong) for place in places(shapes[0]) for wrong in (*near, *far)]
+    others = [(shape, place) for shape in (*shapes[1:], *_large_shapes(subject)) for place in places(shape)]
+    planted += [(*where, wrong) for where, wrong in zip(others, cycle(few), strict=False)]
+    for shape, place, wrong in planted:
+        codes = torch.full(shape, float(grid[0]), dtype=torch.float64)
+        codes[place] = wrong
+        _must_refuse(subject, codes.to(subject.code_dtype), f"{wrong:g} at {list(place)} of {list(shape)}")
     codes = torch.full(shapes[-1], float(grid[-1]), dtype=torch.float64)
     codes.view(-1)[0] = near[0]
-    for name, view, _ in layouts(codes.to(subject.code_dtype)):
+    views = list(layouts(codes.to(subject.code_dtype)))
+    for name, view, _ in views:
         _must_refuse(subject, view, f"{near[0]:g} at the beginning of {name} of {list(codes.shape)}")
-        count += 1
-    return f"{count} codes beyond the ends were refused"
+    return f"{len(planted) + len(views) + _hold_unfit(subject, few)} codes beyond the ends were refused"
+
+
+def _hold_unfit(subject: Packer, wrong: Sequence[float]) -> int:
+    """Put a code that does not fit among others for each pair of conditions; return how many."""
+    shapes = [shape for shape in _meeting(subject) if 0 not in shape]
+    ways = {"as they are": torch.clone, **LAID}
+    others = {"at": ("the beginning", "the middle", "the end"), "among": _CODES, "wrong": wrong, "grad": tuple(GRAD_MODES)}
+    cases = pairwise({"laid": tuple(ways), "shape": shapes, "leading": _leading(subject), **others}, {"shape": _ONE_DIMENSION})
+    for one in cases:
+        codes = _codes(subject, one["shape"], one["leading"], one["among"])
+        place = {"the beginning": 0, "the middle": codes.numel() // 2, "the end": -1}[one["at"]]
+        codes.view(-1)[place] = torch.tensor(one["wrong"], dtype=torch.float64).to(subject.code_dtype)
+        with GRAD_MODES[one["grad"]]():
+            _must_refuse(subject, ways[one["laid"]](codes), f"{in_words(one)}, {list(codes.shape)}")
+    return len(cases)
 
 
 def _large_shapes(subject: Packer) -> list[tuple[int, ...]]:
@@ -227,39 +256,56 @@ def _must_refuse(subject: Packer, codes: Tensor, what: str) -> None:
 
 
 # Rows, and columns in units of those that a word needs; the other way round where words run down the columns.
-_MEETING = ((3, 13), (13, 13), (1, 13), (5, 1), (521, 3), (3, 1031))
+_MEETING = ((3, 13), (13, 13), (1, 13), (5, 1), (1, 1), (521, 3), (3, 1031), (0, 13))
+_ONE_DIMENSION = ((13,), (1,), (1031,))
+_CODES = ("drawn", "all the first", "all the last")
+
+
+def _meeting(subject: Packer) -> list[tuple[int, ...]]:
+    return [*_MEETING, *(_ONE_DIMENSION if 1 in subject.ranks and subject.packed_dim != -2 else ())]
+
+
+def _leading(subject: Packer) -> list[tuple[int, ...]]:
+    """The dimensions in front of rows and columns, for each rank."""
+    return [(2,) * (rank - 2) for rank in subject.ranks if rank > 1]
+
+
+def _codes(subject: Packer, shape: tuple[int, ...], leading: tuple[int, ...], kind: str) -> Tensor:
+    *rows, columns = shape
+    wide = columns * subject.column_multiple
+    whole = (*rows, wide) if subject.packed_dim != -2 else (wide, *rows)
+    codes = _drawn_codes(subject, (*leading, *whole) if rows else whole)
+    return codes if kind == _CODES[0] else codes.fill_(subject.code_values[0 if kind == _CODES[1] else -1])
 
 
 @register(
     None,
     "conditions_meet",
-    "Any two of shape, rank, layout, gradients and kind of codes may meet: they come back, packed as a copy is",
+    "Any two of shape, rank, layout, gradients and kind of codes may meet: they come back, lie in their places, packed as a copy is",
     kind="packer",
 )
 def conditions_meet(subject: Packer, context: CheckContext) -> str:
     """Pack codes for each pair of conditions."""
-    wide, ways = subject.column_multiple, {"as they are": torch.clone, **LAID, **EXPANDED}
+    ways = {"as they are": torch.clone, **LAID, **EXPANDED}
+    masking = {"laid": tuple(EXPANDED), "shape": (*_ONE_DIMENSION, _MEETING[-1]), "codes": _CODES[1:]}
     cases = pairwise(
         {
             "laid": tuple(ways),
-            "shape": [*_MEETING, *(((13,), (1,), (1031,)) if 1 in subject.ranks and subject.packed_dim != -2 else ())],
-            "leading": [(2,) * (rank - 2) for rank in subject.ranks if rank > 1],
-            "codes": ("drawn", "all the first", "all the last"),
+            "shape": _meeting(subject),
+            "leading": _leading(subject),
+            "codes": _CODES,
             "grad": tuple(GRAD_MODES),
-        }
+        },
+        masking,
     )
     for one in cases:
-        *rows, columns = one["shape"]
-        shape = (*rows, columns * wide) if subject.packed_dim != -2 else (columns * wide, *rows)
-        codes = _drawn_codes(subject, (*one["leading"], *shape) if rows else shape)
-        if one["codes"] != "drawn":
-            codes.fill_(subject.code_values[-1 if one["codes"] == "all the last" else 0])
-        view = ways[one["laid"]](codes)
+        view = ways[one["laid"]](_codes(subject, one["shape"], one["leading"], one["codes"]))
         plain = view.clone(memory_format=torch.contiguous_format)
         words = subject.pack(plain)
-        with GRAD_MODES[one["grad"]]():
-            _comes_back(subject, plain)
-            if not torch.equal(subject.pack(view), words):
-                what = f"{one['laid']} of {list(view.shape)}, {one['codes']}, {one['grad']}"
-                raise CheckFailed(f"{what}: packs to other words than its copy")
+        with told_of(f"{in_words(one)}, {list(view.shape)}"):
+            _hold_dense(subject, plain, words)
+            _hold_layout(subject, plain, words)
+            with GRAD_MODES[one["grad"]]():
+                if not torch.equal(_comes_back(subject, view), words):
+                    raise CheckFailed("packs to other words than its copy")
     return f"{len(cases)} tensors of codes"

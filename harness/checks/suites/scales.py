@@ -8,7 +8,7 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import Examined, each_weight, examine, held_in, hold_nearest, hold_same, refuse
 from harness.checks.inputs.pairs import pairwise
-from harness.checks.inputs.presentations import GRAD_MODES, WAYS, places, presentations
+from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, WAYS, places, presentations
 from harness.checks.oracles import RULES, e4m3_grid, units
 from harness.checks.protocols import Quantizer
 from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, shapes
@@ -239,6 +239,9 @@ def _errors(subject: Quantizer, weight: Tensor) -> Tensor:
     return units(errors, found.unit).nan_to_num(nan=0.0).sum(1)
 
 
+_VARIED = ("spread groups", "bell", "dead groups", "positive", "negative", "lopsided", "outliers", "ties", "correlated columns")
+
+
 @register(
     None,
     "conditions_meet",
@@ -252,11 +255,12 @@ def conditions_meet(subject: Quantizer, context: CheckContext) -> str:
     cases = pairwise(
         {
             "laid": tuple(WAYS),
-            "shape": [*shapes(multiple), square, *large_shapes(multiple)[:2]],
-            "values": ("spread groups", "bell", "dead groups", "positive", "outliers"),
+            "shape": [*shapes(multiple), square, *large_shapes(multiple)],
+            "values": (*_VARIED, "zeros"),
             "dtype": subject.dtypes,
             "grad": tuple(GRAD_MODES),
-        }
+        },
+        {"laid": tuple(EXPANDED), "values": ("zeros",)},
     )
     for one in cases:
         weight = WAYS[one["laid"]](hurtful(one["values"], one["shape"], one["dtype"], group=max(8, multiple)))

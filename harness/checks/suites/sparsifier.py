@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -11,11 +10,12 @@ from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
-from harness.checks.inputs.pairs import pairwise
+from harness.checks.inputs.pairs import in_words, pairwise, told_of
 from harness.checks.inputs.presentations import GRAD_MODES, LAYOUTS, TENSORS, WAYS
 from harness.checks.inputs.prune_weights import (
     DTYPES,
     FEW_LARGE,
+    TIES,
     Pruned,
     each_ordinary,
     each_weight,
@@ -24,6 +24,8 @@ from harness.checks.inputs.prune_weights import (
     memory_used_again,
     multiple_of,
     num_large,
+    pruned_shapes,
+    tied_scores,
 )
 from harness.checks.oracles import drop_dense
 from harness.checks.protocols import Sparsifier
@@ -130,7 +132,7 @@ def beats_random(subject: Sparsifier, context: CheckContext) -> str:
     worst = 0.0
     for label, weight in _uneven(subject, context):
         hessian = hessian_of(weight.shape[1], context)
-        own, best, chance = _losses(subject, weight, hessian)
+        own, best, chance = _losses_of(subject, Pruned(weight, hessian, subject.prune(weight, hessian)), context)
         ends = (slice(None), slice(3), slice(-3, None)) if subject.scope == "row" else (slice(None),)
         for rows in ends:
             sums = own[rows].sum(), best[rows].sum(), chance[rows].sum()
@@ -181,17 +183,17 @@ def _uneven_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     return (torch.rand(shape, generator=generator) ** 2 + 0.01) * (torch.randint(0, 2, shape, generator=generator) * 2 - 1)
 
 
-def _losses(subject: Sparsifier, weight: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _losses_of(subject, Pruned(weight, hessian, subject.prune(weight, hessian)))
-
-
-def _losses_of(subject: Sparsifier, one: Pruned) -> tuple[Tensor, Tensor, Tensor]:
+def _losses_of(subject: Sparsifier, one: Pruned, context: CheckContext) -> tuple[Tensor, Tensor, Tensor]:
     """The losses [R] of the subject, of magnitude pruning, and of masks drawn at random, as a mean."""
-    weight, wide, generator = one.weight, one.hessian.double(), torch.Generator().manual_seed(3)
-    own = _row_losses(weight, one.pruned, wide)
-    best = _row_losses(weight, _by_magnitude(subject, weight), wide)
-    masks = [_by_magnitude(subject, torch.rand(weight.shape, generator=generator) + 0.01) == 0 for _ in range(16)]
-    return own, best, torch.stack([_row_losses(weight, weight.masked_fill(mask, 0.0), wide) for mask in masks]).mean(0)
+    weight, wide = one.weight, one.hessian.double()
+    masks = context.once(subject, f"masks of {list(weight.shape)}", partial(_random_masks, subject, weight.shape))
+    chance = torch.stack([_row_losses(weight, weight.masked_fill(mask, 0.0), wide) for mask in masks]).mean(0)
+    return _row_losses(weight, one.pruned, wide), _row_losses(weight, _by_magnitude(subject, weight), wide), chance
+
+
+def _random_masks(subject: Sparsifier, shape: torch.Size) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [_by_magnitude(subject, torch.rand(shape, generator=generator) + 0.01) == 0 for _ in range(16)]
 
 
 @register(40, "beats_magnitude", "The loss of a pruner that reads the Hessian is <= 1.001 x that of magnitude pruning", kind="sparsifier")
@@ -327,14 +329,6 @@ _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _shapes(subject: Sparsifier) -> list[tuple[int, int]]:
-    """Few rows, one, as many as columns, many, and many columns, but where each takes a pruner long."""
-    m = multiple_of(subject)
-    wide, narrow = (24 * m, 3 * m) if m > 1 else (96, 31)
-    long = [] if subject.second_order else [(3, -(-1031 // m) * m)]
-    return [(7, wide), (1, wide), (wide, wide), (521, narrow), *long]
-
-
 @register(
     None,
     "inputs_count",
@@ -346,7 +340,7 @@ def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
 
     Any two of shape, dtype and values meet, with and without an input that is always zero, or weights that are zero.
     """
-    shapes = [shape for shape in _shapes(subject) if num_large(subject, shape[1])]
+    shapes = [shape for shape in pruned_shapes(subject) if num_large(subject, shape[1])]
     if not shapes:
         raise NothingToCheckError("the subject keeps nothing, or all")
     shares, reads, keeps_dead = [], _says_that_it_reads(subject), []
@@ -355,11 +349,11 @@ def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
         weight, hessian, is_large = few_large_inputs(subject, case["inputs"], case["shape"], context)
         weight = _VALUES[case["values"]](weight).to(case["dtype"])
         one = Pruned(weight, hessian, subject.prune(weight, hessian))
-        with _told_of(_in_words(case)):
+        with told_of(in_words(case)):
             _hold_zeros(subject, one)
-            shares.append((*_share_of_chance(subject, one, is_large), _in_words(case)))
+            shares.append((*_share_of_chance(subject, one, is_large), in_words(case)))
         if not bool((weight == 0).any()) and bool(((one.pruned != 0) & (hessian.diagonal() == 0)).any()):
-            keeps_dead.append(_in_words(case))
+            keeps_dead.append(in_words(case))
         reads = reads or not torch.equal(one.pruned == 0, subject.prune(weight, hessian_of(len(hessian), context)) == 0)
     if not reads:
         raise NothingToCheckError("the subject does not read the Hessian")
@@ -380,43 +374,43 @@ def _share_of_chance(subject: Sparsifier, one: Pruned, is_large: Tensor) -> tupl
     return float(shares.max()), int(shares.argmax())
 
 
-_MEETING = {"values": tuple(_VALUES), "dtype": DTYPES, "grad": tuple(GRAD_MODES)}
+_LAID = ("as it is", *LAYOUTS, *TENSORS)
+_MEETING = {"hessian": _LAID[::4], "values": tuple(_VALUES), "dtype": DTYPES, "grad": tuple(GRAD_MODES)}
+_INPUTS = ("correlated", FEW_LARGE[1], TIES[1])
 
 
 @register(
     None,
     "conditions_meet",
-    "Any two of shape, dtype, values, layouts and gradients may meet: zeros and losses as ever, and what an ordinary weight gives",
+    "Any two of shape, dtype, values, inputs, layouts and gradients may meet: zeros and losses as ever, and what an ordinary weight gives",
     kind="sparsifier",
 )
 def conditions_meet(subject: Sparsifier, context: CheckContext) -> str:
     """Prune for each pair of conditions, and the same weight as an ordinary tensor."""
-    laid = ("as it is", *LAYOUTS, *TENSORS)
-    cases = pairwise({"laid": laid, "shape": _shapes(subject), "hessian": laid[::4], **_MEETING})
+    # Losses say nothing beside inputs that are dead or alike.
+    cases = pairwise({"laid": _LAID, "shape": pruned_shapes(subject), "inputs": _INPUTS, **_MEETING}, {"inputs": _INPUTS[1:]})
     for case in cases:
-        what = _in_words(case)
-        weight = _VALUES[case["values"]](_uneven_of(case["shape"], torch.Generator().manual_seed(context.seed + 5))).to(case["dtype"])
-        hessian = hessian_of(weight.shape[1], context)
+        weight, hessian = _met(subject, case["inputs"], case["shape"], context)
+        weight = _VALUES[case["values"]](weight).to(case["dtype"])
         one = Pruned(weight, hessian, subject.prune(weight, hessian))
-        with _told_of(what):
-            _hold_all(subject, one)
         with GRAD_MODES[case["grad"]]():
-            found = subject.prune(WAYS[case["laid"]](weight), WAYS[case["hessian"]](hessian)).detach()
-        _hold_alike(subject, found, one.pruned, what)
+            found = subject.prune(WAYS[case["laid"]](weight), WAYS[case["hessian"]](hessian))
+        with told_of(in_words(case)):
+            if case["inputs"] == _INPUTS[0]:
+                _hold_all(subject, one, context)
+                _hold_alike(subject, found, one.pruned)
+            else:  # whoever adds in another order may choose another one of equals
+                _hold_zeros(subject, one)
+                _hold_zeros(subject, Pruned(weight, hessian, found))
     return f"{len(cases)} weights"
 
 
-def _in_words(case: Mapping[str, object]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in case.items())
-
-
-@contextmanager
-def _told_of(what: str) -> Iterator[None]:
-    """Say of which weight it is that a check fails."""
-    try:
-        yield
-    except CheckFailed as broken:
-        raise CheckFailed(f"{what}: {broken}", broken.findings) from broken
+def _met(subject: Sparsifier, inputs: str, shape: tuple[int, int], context: CheckContext) -> tuple[Tensor, Tensor]:
+    if inputs in TIES:
+        return tied_scores(inputs, shape, context)
+    if inputs in FEW_LARGE:
+        return few_large_inputs(subject, inputs, shape, context)[:2]
+    return _uneven_of(shape, torch.Generator().manual_seed(context.seed + 5)), hessian_of(shape[1], context)
 
 
 def _hold_zeros(subject: Sparsifier, one: Pruned) -> None:
@@ -428,21 +422,21 @@ def _hold_zeros(subject: Sparsifier, one: Pruned) -> None:
         _hold_kept(one)
 
 
-def _hold_all(subject: Sparsifier, one: Pruned) -> None:
+def _hold_all(subject: Sparsifier, one: Pruned, context: CheckContext) -> None:
     """Hold an ordinary weight to what the other checks say of theirs."""
     _hold_zeros(subject, one)
     if subject.second_order and one.weight.shape[1] <= _FEW_COLUMNS:
         _hold_made_up(one)
-    own, best, chance = (float(part.sum()) for part in _losses_of(subject, one))
+    own, best, chance = (float(part.sum()) for part in _losses_of(subject, one, context))
     if not own <= (best + chance) / 2 * (1 + 1e-9):
         raise CheckFailed(f"loss {own:.4g}, where magnitude pruning has {best:.4g} and masks drawn at random have {chance:.4g}")
 
 
-def _hold_alike(subject: Sparsifier, found: Tensor, expected: Tensor, what: str) -> None:
+def _hold_alike(subject: Sparsifier, found: Tensor, expected: Tensor) -> None:
     """The same values, but for what sums in another order move in a pruner that makes up for what it drops."""
     far = float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
     if found.dtype != expected.dtype or not far <= (0.05 if subject.second_order else 0):
-        raise CheckFailed(f"{what}: another result than that of an ordinary tensor: relative error {far:.3g}")
+        raise CheckFailed(f"another result than that of an ordinary tensor: relative error {far:.3g}")
 
 
 def _says_that_it_reads(subject: Sparsifier) -> bool:

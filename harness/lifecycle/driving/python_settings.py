@@ -23,6 +23,7 @@ import numpy
 
 from harness.lifecycle.driving.torch_settings import attribute
 
+_SIGNALS = tuple((one.name, one) for one in signal.Signals)  # read before and after each call: an enumeration is slow to go through
 _DECIMAL = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
@@ -61,7 +62,7 @@ def _collect(enabled: bool) -> None:
 
 
 def _signal_handlers() -> dict[str, Any]:
-    return {number.name: signal.getsignal(number) for number in signal.Signals}
+    return {name: signal.getsignal(number) for name, number in _SIGNALS}
 
 
 def _set_signal_handlers(handlers: dict[str, Any]) -> None:

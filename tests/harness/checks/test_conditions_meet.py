@@ -27,10 +27,46 @@ def test_every_two_values_of_two_factors_meet_in_few_cases() -> None:
     assert len(cases) < 2 * 9 * 5 and cases == pairwise(factors)
 
 
+def test_beside_a_masking_value_no_other_pair_counts() -> None:
+    factors, masking = {"a": range(9), "b": range(5), "c": "xyz", "d": (True, False)}, {"b": (4,), "c": "yz"}
+    cases = pairwise(factors, masking)
+    for one, other in combinations(factors, 2):
+        hidden = [{key for key in masking if case[key] in masking[key]} - {one, other} for case in cases]
+        seen = {(case[one], case[other]) for case, beside in zip(cases, hidden, strict=True) if not beside}
+        assert seen == {(x, y) for x in factors[one] for y in factors[other]}
+
+
 class SquareViews(OurQuantizer):
     def quantize(self, weight: Tensor) -> Quantized:
         is_hit = weight.shape[0] == weight.shape[1] and not weight.is_contiguous()
         return super().quantize(weight * 0.5 if is_hit else weight)
+
+
+class LongRowsOfOneSign(OurQuantizer):
+    def quantize(self, weight: Tensor) -> Quantized:
+        is_hit = weight.shape[0] == 1 and weight.shape[1] > 512 and bool((weight < 0).all())
+        return super().quantize(weight * 0.5 if is_hit else weight)
+
+
+class LosesTheLastWord(OurPacker):
+    """Of long rows in three dimensions."""
+
+    def pack(self, codes: Tensor) -> Tensor:
+        words = super().pack(codes)
+        if codes.dim() == 3 and codes.shape[-1] > 100:
+            words[..., -1] = 0
+        return words
+
+
+class Mirrors(OurPacker):
+    """Long rows in three dimensions, so that they come back, and do not lie in their places."""
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return super().pack(codes.flip(-1) if codes.dim() == 3 and codes.shape[-1] > 100 else codes)
+
+    def unpack(self, packed: Tensor, shape: tuple[int, ...]) -> Tensor:
+        found = super().unpack(packed, shape)
+        return found.flip(-1) if len(shape) == 3 and shape[-1] > 100 else found
 
 
 class WideConstants(OurPacker):
@@ -54,6 +90,17 @@ class PositiveViews(OurObserver):
         found = super().observe(batches)
         is_hit = any(not batch.is_contiguous() and bool((batch > 0).all()) for batch in batches)
         return Quantized(found.codes, found.scale * 2, found.zero_point) if is_hit else found
+
+
+class Drops(OurObserver):
+    """A batch where its dimensions, its place, and how many there are, say so."""
+
+    def __init__(self, where: Callable[[int, int, int], bool]) -> None:
+        super().__init__(STATIC)
+        self._where = where
+
+    def observe(self, batches: Sequence[Tensor]) -> Quantized:
+        return super().observe([x for place, x in enumerate(batches) if not self._where(x.dim(), place, len(batches))])
 
 
 class HalvesOneRow(OurObserver):
@@ -98,13 +145,32 @@ def makes_up_for_nothing(right: Pruner, weight: Tensor, hessian: Tensor) -> Tens
     return weight.detach() * (right.prune(weight, hessian) != 0)
 
 
+def above_the_threshold(right: Pruner, weight: Tensor, hessian: Tensor) -> Tensor:
+    """Wanda, but that all scores go that tie with the last that has to."""
+    score = weight.detach().double().abs() * hessian.detach().diagonal().double().sqrt()
+    return weight.detach() * (score > score.kthvalue(int(right.sparsity * weight.shape[1]), 1, keepdim=True).values)
+
+
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor")
 WRONG: dict[str, tuple[Any, str]] = {
     "a square weight that is a view": (SquareViews(INT4), "[32, 32]"),
+    "a long row of values below zero": (LongRowsOfOneSign(INT4), "negative [1, 1040]"),
+    "long rows in three dimensions": (LosesTheLastWord(4), "[2, 3, 1031]: a code does not lie in its place"),
+    "long rows in three dimensions, in other places": (Mirrors(4), "[2, 3, 1031]: a code does not lie in its place"),
+    "later batches of three dimensions": (
+        Drops(lambda dims, place, count: dims == 3 and place > 0),
+        "shape (2, 3, 16), decides the last of",
+    ),
+    "the first of two batches of five dimensions": (
+        Drops(lambda dims, place, count: dims == 5 and place == 0 and count == 2),
+        "first of two",
+    ),
+    "the ninth batch of numbers": (Drops(lambda dims, place, count: dims == 1 and place == 8), "the last of nine"),
+    "scores that tie in a view": (pruner("wanda", lambda weight, H: not weight.is_contiguous(), above_the_threshold), "few scores"),
     "equal codes of a long row": (WideConstants(4), "1031"),
     "words where gradients are off": (PacksWithoutGradients(4), "where gradients are off"),
-    "values above zero in a view": (PositiveViews(STATIC), "[130, 16]"),
+    "values above zero in a view": (PositiveViews(STATIC), "values positive"),
     "a searched range of one row": (HalvesOneRow(QuantizationArgs(strategy="tensor", observer="mse")), "with the full range it is"),
     "several weights beside dead columns": (
         RoundsWhere(lambda weight, H, count: count > 1 and bool((H.diagonal() == 0).any())),

@@ -94,6 +94,13 @@ class SeesNaNEarly(Whole):
         return torch.nan_to_num(values.double(), 0, 0, 0).abs().max()
 
 
+class FindsNaNInTheFirst(Whole):
+    """Of the batches of three dimensions."""
+
+    def observe(self, batches: Any) -> Quantized:
+        return super().observe(x.nan_to_num(0, 0, 0) if place and x.dim() == 3 else x for place, x in enumerate(batches))
+
+
 class Remembers(Whole):
     left = 0.0
 
@@ -161,6 +168,7 @@ WRONG = [
     FewNumbers,
     Contiguous,
     SeesNaNEarly,
+    FindsNaNInTheFirst,
     Remembers,
     AHundred,
     WidthInItsDtype,
@@ -183,4 +191,4 @@ def test_a_wrong_one_is_told(wrong: type[Whole]) -> None:
 @pytest.mark.parametrize("wrong", PLACED, ids=lambda one: one.__name__)
 def test_other_orders_and_cuts_are_told(wrong: type[Cut]) -> None:
     record = harness.check(wrong(), checks=["observer.batch_order"], draws=False).records[0]
-    assert record.outcome == "fail" and f"torch.float32, {PLACED[wrong]}: scale" in record.summary, record.summary
+    assert record.outcome == "fail" and f", {PLACED[wrong]}: scale" in record.summary, record.summary

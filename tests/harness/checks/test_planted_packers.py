@@ -93,6 +93,22 @@ WRONG: dict[str, tuple[OurPacker | OurFp4Packer, str, str]] = {
     "three dimensions": (Looks(clamped(all_of_rank(3))), "packer.refuses_unfit", " of [3, 2, 13] was packed"),
     "rows from 129 on": (Looks(clamped(lambda x: x[128:] if x.dim() == 2 else x[:0])), "packer.refuses_unfit", " of [521, 13] was packed"),
     "columns from 513 on": (Looks(clamped(lambda x: x[..., 512:])), "packer.refuses_unfit", " of [2, 1031] was packed"),
+    "one row of any rank": (
+        Looks(clamped(lambda x: x if x.dim() > 1 and x.shape[-2] == 1 else x[:0])),
+        "packer.refuses_unfit",
+        "[1, 13] was packed",
+    ),
+    "one column": (Looks(clamped(lambda x: x if x.shape[-1] == 1 else x[:0])), "packer.refuses_unfit", ", 1] was packed"),
+    "long rows of three dimensions": (
+        Looks(clamped(lambda x: x if x.dim() == 3 and x.shape[-1] > 64 else x[:0])),
+        "packer.refuses_unfit",
+        "[2, 3, 1031] was packed",
+    ),
+    "one row that is a view": (
+        Looks(lambda x: x.clamp(-8, 7) if x.dim() > 1 and x.shape[-2] == 1 and x.storage_offset() else x),
+        "packer.refuses_unfit",
+        "1, 13] was packed",
+    ),
     "views": (Looks(lambda x: x if x.is_contiguous() else x.clamp(-8, 7)), "packer.refuses_unfit", "at the beginning of a transposed view"),
     "fp4 far beyond": (Saturating(), "packer.refuses_unfit", "448 at "),
 }

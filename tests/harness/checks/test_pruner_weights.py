@@ -193,6 +193,29 @@ def test_a_pruner_that_gives_nan_beside_a_dead_input_is_told() -> None:
     assert record.outcome is Outcome.FAIL and "a value is not finite" in record.summary, record.summary
 
 
+SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "as Wanda": lambda w, h: w.double().abs() * h.diagonal().double().sqrt(),
+    "squared": lambda w, h: w.double() ** 2 * h.diagonal().double(),
+    "of float32": lambda w, h: w.float().abs() * h.diagonal().sqrt(),
+}
+
+
+@pytest.mark.parametrize("pattern", [None, (2, 4), (1, 4), (5, 8)])
+@pytest.mark.parametrize("what", SCORES)
+def test_a_pruner_that_drops_all_scores_that_tie_is_told(what: str, pattern: tuple[int, int] | None) -> None:
+    def prune(weight: Tensor, hessian: Tensor) -> Tensor:
+        score = SCORES[what](weight, hessian).reshape(-1, pattern[1] if pattern else weight.shape[1])
+        num_dropped = pattern[1] - pattern[0] if pattern else weight.shape[1] // 2
+        threshold = score.kthvalue(max(1, num_dropped), 1, keepdim=True).values
+        return kept(weight, ((score > threshold) | (num_dropped == 0)).reshape(weight.shape))
+
+    sparsity = 1 - pattern[0] / pattern[1] if pattern else 0.5
+    subject = Pruner(prune, sparsity, pattern, tags=frozenset({"reads_hessian"}))
+    checks = ["sparsifier.target_met", *(["sparsifier.pattern"] if pattern else [])]
+    for record in harness.check(subject, checks=checks, draws=False).records:
+        assert record.outcome is Outcome.FAIL and "one score" in record.summary, record.summary
+
+
 @pytest.mark.parametrize("what", ROWS)
 def test_a_pruner_of_rows_that_is_wrong_for_one_kind_of_weight_is_told(what: str) -> None:
     report = harness.check(Pruner(ROWS[what]()), draws=False)

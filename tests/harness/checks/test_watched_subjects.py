@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from transformers.models.llama import modeling_llama
 
 import harness
 from compressor.numerics import QuantizationArgs, QuantizationScheme
-from harness.checks.adapters.ours import OurLayer, OurObserver, OurPacker, OurQuantizer, OurSolver
-from harness.checks.protocols import InPlaceTransform, Pruner, Quantized, Solved
+from harness.checks import protocols
+from harness.checks.adapters.ours import OurFp4Packer, OurLayer, OurObserver, OurPacker, OurQuantizer, OurSolver
+from harness.checks.catalogue.kinds import KINDS
+from harness.checks.protocols import InPlaceTransform, Pruner, Quantized, Solved, members
 
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
 SCHEME = QuantizationScheme(targets=["Linear"], weights=INT4)
@@ -256,3 +260,64 @@ def test_thresholds_are_held_in_more_than_half_precision() -> None:
     records = [harness.check(one, checks=["quantizer.nearest_codes"], draws=False).records[0] for one in (exact, rounded)]
     assert records[0].outcome == "pass", records[0].summary
     assert "a code is not the nearest one" in records[1].summary
+
+
+def _with_gradient(result: Any) -> Any:
+    """The same values, as something that was computed from what trains."""
+    if isinstance(result, list):
+        return [_with_gradient(one) for one in result]
+    if isinstance(result, Quantized | Solved):
+        return replace(result, **{field.name: _with_gradient(getattr(result, field.name)) for field in fields(result)})
+    return result.detach().clone().requires_grad_() if isinstance(result, Tensor) and result.is_floating_point() else result
+
+
+def _trains_all(subject: Any) -> Any:
+    for name in set(members(getattr(protocols, KINDS[subject.kind]))) & set(RESULTS):
+        method = getattr(subject, name)
+        setattr(subject, name, lambda *args, method=method, **kwargs: _with_gradient(method(*args, **kwargs)))
+    return subject
+
+
+RESULTS = (
+    "quantize",
+    "encode",
+    "dequantize",
+    "pack",
+    "unpack",
+    "hessian",
+    "solve",
+    "observe",
+    "weight",
+    "expected_weight",
+    "expected_input",
+)
+TRAINED = (
+    OurQuantizer(INT4),
+    OurFp4Packer(),
+    OurObserver(QuantizationArgs(strategy="tensor", symmetric=False)),
+    OurObserver(QuantizationArgs(strategy="tensor", observer="mse")),
+    OurLayer(SCHEME),
+    OurSolver(INT4),
+)
+
+
+@pytest.fixture
+def warned_always() -> Iterator[None]:
+    """Torch says once in a process that a number is read from a tensor with a gradient; warnings are errors here."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
+@pytest.mark.usefixtures("warned_always")
+@pytest.mark.parametrize("subject", TRAINED, ids=lambda subject: subject.name)
+def test_results_may_have_gradients(subject: Any) -> None:
+    report = harness.check(_trains_all(copy.deepcopy(subject)), draws=False)
+    assert report.passed, report.to_text()
+
+
+@pytest.mark.usefixtures("warned_always")
+def test_pruned_weights_may_have_gradients() -> None:
+    report = harness.check(Pruner(lambda weight, hessian: _half(weight, hessian).requires_grad_()), draws=False)
+    assert report.passed, report.to_text()
