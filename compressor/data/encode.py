@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import Batch, check_mask, check_strided
-from compressor.data.presets import as_messages
+from compressor.data.presets import as_messages, template_arguments
 from compressor.data.rows import MASKS, Row
 from compressor.errors import DatasetError
 
@@ -122,8 +122,8 @@ def _render(row: Row, tokenizer: Any) -> str:
     from jinja2 import TemplateError
 
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **template_arguments(row.beside, row.where)))
+    except (TemplateError, TypeError, ValueError) as error:  # the latter of tools that are none
         raise DatasetError(f"{row.where}: the chat template refuses these messages ({error}); repair or remove this row") from error
 
 

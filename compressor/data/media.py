@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import as_batch
-from compressor.data.presets import as_messages
+from compressor.data.presets import as_messages, template_arguments
 from compressor.data.rows import CONVERSATIONS, TEXT_COLUMN, input_columns
 from compressor.data.user_code import errors_named, read_through
 from compressor.errors import DatasetError
@@ -117,7 +117,7 @@ class Media:
                 "dataset: a conversation was given, but the processor has no chat template; set processor.chat_template or render the "
                 "conversations into a text column"
             )
-        return str(processor.apply_chat_template(as_messages(turns), tokenize=False))
+        return str(processor.apply_chat_template(as_messages(turns), tokenize=False, **template_arguments(row, "dataset")))
 
 
 def _columns(rows: Any) -> set[str]:

@@ -6,11 +6,13 @@ worded as Stanford Alpaca words them, and conversations without a template of th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from compressor.errors import DatasetError
+from compressor.json_text import from_json
 from compressor.spelling import did_you_mean
 
 _INSTRUCTION = "### Instruction:\n{instruction}\n\n"
@@ -171,3 +173,39 @@ def as_messages(turns: Any) -> Any:
     if not isinstance(turns, list) or not all(isinstance(turn, Mapping) and {"from", "value"} <= turn.keys() for turn in turns):
         return turns
     return [{"role": _ROLES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in turns]
+
+
+TEMPLATE_COLUMNS: Mapping[str, tuple[type, str]] = {
+    "tools": (list, "list of tools"),
+    "chat_template_kwargs": (Mapping, "mapping of arguments of a template"),
+}
+
+
+def template_arguments(columns: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what a row gives its chat template beside the messages: `tools`, and arguments in `chat_template_kwargs`, as TRL calls them.
+
+    Args:
+        columns: of the row; a value may be JSON text.
+        where: what errors call the row.
+
+    Returns:
+        Keyword arguments of `apply_chat_template`.
+
+    Raises:
+        DatasetError: a value is none that a template could be given.
+    """
+    given: dict[str, Any] = {}
+    for name, (kind, words) in TEMPLATE_COLUMNS.items():
+        value = columns.get(name)
+        if isinstance(value, str):
+            try:
+                value = from_json(value, once=True)
+            except json.JSONDecodeError as error:
+                raise DatasetError(f"{where}: {name} is no JSON ({error.msg}); repair this row, or remove the column") from error
+        if value is None:
+            continue
+        arguments = {name: value} if kind is list else value
+        if not isinstance(value, kind) or not arguments.keys().isdisjoint(("tokenize", "conversation")):
+            raise DatasetError(f"{where}: {name} is no {words}; repair this row, or remove the column")
+        given |= arguments
+    return given

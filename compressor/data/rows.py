@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.data.collate import check_strided
+from compressor.data.presets import TEMPLATE_COLUMNS
 from compressor.data.user_code import errors_named, read_through
 from compressor.errors import DatasetError
 from compressor.json_text import from_json
@@ -178,7 +179,7 @@ def _parquet_rows(path: Path, text_column: str, seed: int | None, *, inputs: Col
     try:
         columns = parquet.read_schema(path).names
         wanted = _wanted_columns(columns, str(path), text_column)
-        wanted += [name for name in columns if name in inputs and name not in wanted]
+        wanted += [name for name in columns if name in (*inputs, *TEMPLATE_COLUMNS) and name not in wanted]
         check_names(columns, wanted, str(path))
         table = parquet.read_table(path, columns=wanted)
     except ArrowInvalid as error:

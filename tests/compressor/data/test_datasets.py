@@ -227,6 +227,50 @@ def test_conversations_go_through_the_chat_template(tokenizer: Any) -> None:
         tokenizer.chat_template = None
 
 
+_TOOLED = "{% if tools %}{{ tools[0]['name'] }} {% endif %}{% if loud %}dog dog {% endif %}{{ messages[0]['content'] }}"
+
+
+@pytest.mark.parametrize("kind", ["list", "jsonl", "parquet", "texts"])
+def test_a_chat_template_gets_the_tools_and_arguments_of_a_row(kind: str, tmp_path: Path, tokenizer: Any, monkeypatch: Any) -> None:
+    turns = [{"role": "user", "content": "cat"}]
+    rows: list[dict[str, Any]] = [
+        {"messages": turns, "tools": [{"name": "mat"}], "chat_template_kwargs": {"loud": True}},
+        {"messages": turns, "tools": None, "chat_template_kwargs": None},
+    ]
+    source: Any = rows
+    if kind == "texts":
+        source = [
+            {name: value if name == "messages" or value is None else json.dumps(value) for name, value in row.items()} for row in rows
+        ]
+    elif kind == "jsonl":
+        source = tmp_path / "d.jsonl"
+        source.write_text("\n".join(map(json.dumps, rows)))
+    elif kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        source = tmp_path / "d.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    monkeypatch.setattr(tokenizer, "chat_template", _TOOLED)
+    texts = [tokenizer.apply_chat_template(turns, tools=rows[0]["tools"], loud=True, tokenize=False), "cat"]
+    assert texts[0] == "mat dog dog cat"
+    assert ids_of(load_dataset_source(source, tokenizer=tokenizer)) == [tokenizer(one, add_special_tokens=False).input_ids for one in texts]
+
+
+@pytest.mark.parametrize(
+    ("beside", "said"),
+    [
+        ({"tools": "[{"}, "tools is no JSON"),
+        ({"tools": {"name": "mat"}}, "tools is no list of tools"),
+        ({"tools": [3]}, "the chat template refuses these messages"),
+        ({"chat_template_kwargs": ["loud"]}, "chat_template_kwargs is no mapping of arguments"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs is no mapping of arguments"),
+    ],
+)
+def test_what_no_chat_template_could_be_given_is_refused(beside: dict[str, Any], said: str, tokenizer: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", _TOOLED)
+    with pytest.raises(DatasetError, match=f"row 0: {said}"):
+        load_dataset_source([{"messages": [{"role": "user", "content": "cat"}], **beside}], tokenizer=tokenizer)
+
+
 def test_a_loader_is_taken_as_it_is_up_to_the_number_of_samples() -> None:
     tokens = torch.arange(24).reshape(6, 4)
     data = load_dataset_source(DataLoader(TensorDataset(tokens), batch_size=2), num_calibration_samples=3)
