@@ -54,6 +54,13 @@ def check_readable(
     check_schemes(schemes, model, kv_cache_scheme, dtype)
 
 
+# `compute_dynamic_scales_and_zp` of compressed-tensors (quantization/utils/helpers.py, 0.20) keeps the first two dimensions of any tensor.
+_BY_TOKEN = (
+    "keys and values with the strategy 'token' get one scale for each sequence and head, of all tokens of a forward, as compressed-tensors "
+    "reads it: later tokens change what earlier ones give; take 'attn_head' or 'tensor' where that matters"
+)
+
+
 def reading_notes(
     model: nn.Module,
     schemes: Mapping[str, QuantizationScheme],
@@ -73,6 +80,7 @@ def reading_notes(
         Sentences; none where transformers runs it as it is.
     """
     kv = [] if kv_cache_scheme is None else _kv_notes(model, schemes)
+    kv += [_BY_TOKEN] if kv_cache_scheme is not None and kv_cache_scheme.strategy == "token" else []
     kv += _query_notes(model) if queries else []
     return [*reader_notes(model, schemes, has_kv=kv_cache_scheme is not None), *_class_notes(model, schemes), *kv]
 

@@ -64,6 +64,7 @@ def groups(args: dict[str, Any], target: str = "LlamaAttention", **others: Any) 
         ("Qwen3Moe", "fp8 heads", True, "auto"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:keys and values with the strategy 'token':UserWarning")
 def test_what_is_written_is_read_alike(kind: str, args: str, weights: bool, engine: Any, tmp_path: Path) -> None:
     model = model_of(kind)
     before, names = logits(model), list(model.state_dict())
@@ -157,9 +158,11 @@ def test_formats_that_do_not_go_together_are_refused(settings: dict[str, Any], m
 def test_eager_attention_is_said_to_be_unread(tmp_path: Path) -> None:
     model = model_of()
     model.set_attn_implementation("eager")
-    with pytest.warns(UserWarning, match="does not run LlamaForCausalLM with quantized queries where attention is eager"):
+    eager = "does not run LlamaForCausalLM with quantized queries where attention is eager"
+    by_token = "one scale for each sequence and head, of all tokens of a forward"
+    with pytest.warns(UserWarning, match=eager), pytest.warns(UserWarning, match=by_token):
         oneshot(model, recipe=QuantizationModifier(**groups(FORMATS["int8 tokens"])), output_dir=tmp_path / "out")
-    with pytest.warns(UserWarning, match="attn_implementation='sdpa'"):
+    with pytest.warns(UserWarning, match="attn_implementation='sdpa'"), pytest.warns(UserWarning, match=by_token):
         model.save_pretrained(tmp_path / "again")
     written = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
     assert written[0] == written[1]
