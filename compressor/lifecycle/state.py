@@ -44,7 +44,8 @@ class ModuleRecord:
         modifier: class name of the modifier.
         scheme: the scheme in words.
         error: relative squared error of the module's outputs, or of its weight where no output was seen; >= 0. GPTQ and SparseGPT
-            estimate that of outputs of more than 1024 features, to 1 or 2 %.
+            estimate that of outputs of more than 1024 features, to 1 or 2 %. Against what this modifier was handed: of a weight that was
+            pruned before, that of the pruned one.
         num_tokens: tokens that the module saw in calibration; None where none are needed.
         details: further numbers for the report.
 
