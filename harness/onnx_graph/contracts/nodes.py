@@ -201,7 +201,7 @@ class NumericEqual(Contract):
             actual = after.run(inputs)
             if not (wrong := _wrong(output_rows(names, expected, actual), limit)):
                 continue
-            taken = equal_where_undecided(before, inputs, drawn[-1], expected, actual)
+            taken = equal_where_undecided((before, after), inputs, drawn[-1], (expected, actual))
             if left := _wrong(output_rows(names, expected, taken), limit):
                 return [self.violated(f"{left}, {where}")]
             pair.notes.append(f"{self.name}: {wrong}, {where}, but only at places that see nothing which the mask leaves")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,24 +40,41 @@ def _padded(ones: np.ndarray, at: int) -> np.ndarray:
     return rows.reshape(ones.shape)
 
 
+Arrays = list[list[np.ndarray]]
+"""Of every output those that it consists of."""
+
+
 def equal_where_undecided(
-    graph: Session, inputs: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], expected: Sequence[Any], actual: Sequence[Any]
-) -> list[list[np.ndarray]]:
+    graphs: tuple[Session, Session], inputs: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], outputs: tuple[Any, Any]
+) -> Arrays:
     """Take over what a mask does not decide: where all keys are hidden, the number that hides them chooses among what is hidden.
 
-    Such values change with a hidden place and with another one, which no value does that the mask decides.
+    Such values change with a hidden place and with another one, which no value does that the mask decides. Where the exported graph has
+    zeros instead (a guard against NaN), those of the optimized graph may do so, at hidden places.
 
     Args:
-        graph: the exported one.
+        graphs: the exported and the optimized one.
         inputs: with padded masks.
         other: other values of the same shapes.
-        expected: what the exported graph gave.
-        actual: what the optimized graph gave.
+        outputs: what both gave.
 
     Returns:
-        Of every output its arrays: `actual`, and `expected` in places that are undecided, unless `actual` alone is NaN or infinite there.
+        Of every output of the optimized graph its arrays, and in places that are undecided what the exported graph has, unless only the
+        optimized graph is NaN or infinite there.
     """
-    hidden, given = _hidden(inputs), [arrays_of(one) for one in expected]
+    hidden = _hidden(inputs)
+    before, after = ([arrays_of(one) for one in given] for given in outputs)
+    leaks, new = (_leaks(graph, inputs, other, given) for graph, given in zip(graphs, (before, after), strict=True))
+    found = zip(before, after, leaks, new, strict=True)
+    return [
+        [_taken_over(*four, hidden) for four in zip(*arrays, strict=True)] if len(arrays[0]) == len(arrays[1]) else arrays[1]
+        for arrays in found
+    ]
+
+
+def _leaks(graph: Session, inputs: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], given: Arrays) -> Arrays:
+    """Where what a graph gave changes with each of two hidden places, or is NaN."""
+    hidden = _hidden(inputs)
     leaks = [[np.ones(one.shape, np.bool_) for one in arrays] for arrays in given]
     for place in range(_PADS):
         moved = [[np.zeros(one.shape, np.bool_) for one in arrays] for arrays in given]
@@ -66,14 +83,9 @@ def equal_where_undecided(
                 found = [arrays_of(one) for one in graph.run(again)]
             except GraphRefused:
                 continue
-            moved = [[was | _moved(*pair) for was, *pair in zip(*three, strict=True)] for three in zip(moved, given, found, strict=True)]
+            moved = [[was | _moved(*pair) for was, *pair in zip(*three, strict=False)] for three in zip(moved, given, found, strict=True)]
         leaks = [[was & now for was, now in zip(*pair, strict=True)] for pair in zip(leaks, moved, strict=True)]
-    outputs = zip(leaks, given, map(arrays_of, actual), strict=True)
-    return [[_taken_over(*three) for three in zip(*arrays, strict=True)] if _as_many(*arrays) else list(arrays[2]) for arrays in outputs]
-
-
-def _as_many(*arrays: Sequence[Any]) -> bool:
-    return len({len(one) for one in arrays}) == 1
+    return leaks
 
 
 def _hidden(inputs: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
@@ -120,7 +132,21 @@ def _moved(was: np.ndarray, now: np.ndarray) -> np.ndarray:
     return differs | differs.any(axis=-1, keepdims=True) if was.ndim > _PADS else differs
 
 
-def _taken_over(leaks: np.ndarray, expected: np.ndarray, actual: np.ndarray) -> np.ndarray:
+def _taken_over(
+    expected: np.ndarray, actual: np.ndarray, leaks: np.ndarray, new: np.ndarray, hidden: Mapping[int, np.ndarray]
+) -> np.ndarray:
     if expected.shape != actual.shape or expected.dtype != actual.dtype or expected.dtype.kind not in "biuf":
         return actual
-    return np.where(leaks & (np.isfinite(actual) | ~np.isfinite(expected)), expected, actual)
+    free = leaks | (new & _at_hidden_places(expected.shape, hidden))
+    return np.where(free & (np.isfinite(actual) | ~np.isfinite(expected)), expected, actual)
+
+
+def _at_hidden_places(shape: tuple[int, ...], hidden: Mapping[int, np.ndarray]) -> np.ndarray:
+    """What of an output belongs to places that a mask hides, and to rows of which nothing is left."""
+    found = np.zeros(shape, np.bool_)
+    for length, pads in hidden.items():
+        if shape and shape[0] == len(pads):
+            axis = shape.index(length, 1) if length in shape[1:] else None
+            row = pads if axis is not None else pads.all(axis=1, keepdims=True)
+            found |= row.reshape(len(pads), *(row.shape[1] if one == axis else 1 for one in range(1, len(shape))))
+    return found

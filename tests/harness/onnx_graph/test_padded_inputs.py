@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import pytest
@@ -69,8 +71,9 @@ def _attention(sizes: str, fill: float, guard: bool = False, first: bool = False
 @pytest.mark.parametrize("sizes", ["2, 7", "1, 7", "B, 7"])
 def test_another_finite_fill_decides_only_what_sees_nothing(sizes: str) -> None:
     least = float(np.finfo(np.float32).min)
-    for before, after in ((least, -1e4), (-1e4, least)):
-        result = NumericEqual().check(_attention(sizes, before), _attention(sizes, after))
+    guarded = _attention(sizes, -np.inf, guard=True)
+    for before, after in itertools.permutations((_attention(sizes, least), _attention(sizes, -1e4), guarded), 2):
+        result = NumericEqual().check(before, after)
         assert result.holds and "but only at places that see nothing which the mask leaves" in result.message
 
 
