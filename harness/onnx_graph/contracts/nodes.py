@@ -24,6 +24,7 @@ from harness.onnx_graph.graph.drawn_inputs import (
     single_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables
+from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
 from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS
@@ -81,6 +82,7 @@ class NumericEqual(Contract):
     it keeps its first values, and a note names what had the same values or size throughout; what it takes and the optimized graph refuses
     is a violation. Under `golden` all floats are large at once, over each of these masks and flags, and over masks of two ones a row and of
     two zeros. Rounding grows there: the limit is then what inputs that moved by one rounding leave, less 20 dB.
+    Masks also pad rows on the left and right, and leave one empty: what sees nothing there may change, but not to NaN or infinite.
     Outputs are compared in their order: a name that moved to another output is a violation, a new name is a note, for exporters number
     outputs that nobody names.
 
@@ -136,7 +138,8 @@ class NumericEqual(Contract):
             return [self.violated(f"{error}; {_BEFORE} can") if is_damage else self.not_analysed(str(error))]
 
     def _compared(self, pair: Pair, first: Mapping[str, np.ndarray]) -> list[Finding]:
-        drawings = self._drawings(pair, first)
+        before = Session(pair.before, POLICIES["golden"], _BEFORE)
+        drawings = self._drawings(pair, first, before)
         after = Session(pair.after, self._policy, _AFTER)
         names = [value.name for value in pair.before.graph.output]
         rows = [output_rows(names, expected, after.run(inputs)) for inputs, expected in drawings]
@@ -146,11 +149,11 @@ class NumericEqual(Contract):
         judged = [self._judge(pair, several) for several in zip(*rows, strict=True)]
         found = [finding for finding in judged if finding is not None]
         found += self._unvaried(pair, [inputs for inputs, _ in drawings])
-        return found or self._at_full_size(pair, [inputs for inputs, _ in drawings if _is_as_large(inputs, first)], after)
+        as_large = [inputs for inputs, _ in drawings if _is_as_large(inputs, first)]
+        return found or self._at_full_size(pair, as_large, before, after) or self._padded(pair, as_large, before, after)
 
-    def _drawings(self, pair: Pair, first: Mapping[str, np.ndarray]) -> list[Drawing]:
+    def _drawings(self, pair: Pair, first: Mapping[str, np.ndarray], before: Session) -> list[Drawing]:
         """Draw again. Of a drawing that the exported graph refuses, what it takes is kept."""
-        before = Session(pair.before, POLICIES["golden"], _BEFORE)
         drawings: list[Drawing] = [(first, before.run(first))]
         if self._inputs is not None:
             return drawings
@@ -186,11 +189,29 @@ class NumericEqual(Contract):
         why = f"{_BEFORE} refuses the other ids that were tried, so what they name was not looked at; pass inputs"
         return [self.not_analysed(f"input {name}: {why}") for name in fixed]
 
-    def _at_full_size(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], after: Session) -> list[Finding]:
+    def _padded(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], before: Session, after: Session) -> list[Finding]:
+        """Masks as batches have them. Where all keys are hidden no more is asked than that nothing is NaN or infinite that was not."""
+        names, limit = [value.name for value in pair.before.graph.output], self._policy.min_sqnr_db
+        for where, inputs in padded_inputs(drawn[0]) if self._inputs is None else ():
+            try:
+                expected = before.run(inputs)
+            except GraphRefused:
+                pair.notes.append(f"{self.name}: masks {where} were not looked at; the exported graph refuses them")
+                continue
+            actual = after.run(inputs)
+            if not (wrong := _wrong(output_rows(names, expected, actual), limit)):
+                continue
+            taken = equal_where_undecided((before, after), inputs, drawn[-1], (expected, actual))
+            if left := _wrong(output_rows(names, expected, taken), limit):
+                return [self.violated(f"{left}, {where}")]
+            pair.notes.append(f"{self.name}: {wrong}, {where}, but only at places that see nothing which the mask leaves")
+        return []
+
+    def _at_full_size(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], before: Session, after: Session) -> list[Finding]:
         """All floats large at once. Rounding grows there, so the limit is what inputs that moved by one rounding leave, less a margin."""
         if self._inputs is not None or self._policy is not POLICIES["golden"]:
             return []
-        before, found = Session(pair.before, self._policy, _BEFORE), []
+        found: list[Finding] = []
         names, said = [value.name for value in pair.before.graph.output], set[str]()
         for large in full_size_inputs(pair.before, drawn, self._seed):
             try:
@@ -212,7 +233,7 @@ class NumericEqual(Contract):
         """One output on every drawing. One that says nothing on some is judged by the others."""
         limit, rows = self._policy.min_sqnr_db, [row for drawing in drawings for row in drawing]
         for at, drawing in enumerate(drawings, 1):
-            if wrong := next((row.text(limit) for row in drawing if row.wrong(limit)), ""):
+            if wrong := _wrong([drawing], limit):
                 return self.violated(f"{wrong}{f', on drawing {at} of {len(drawings)}' * (at > 1)}")
         told = [row for row in rows if not row.unknown]
         if not told:
@@ -230,6 +251,11 @@ class NumericEqual(Contract):
         if gone and pair.before.ir_version > INITIALIZERS_ARE_INPUTS:
             pair.notes.append(f"{self.name}: {some(sorted(gone))} had a value in the file, could be given another, and no longer can")
         return [self.violated(f"output {was}: {now} is found in its place") for was, now in pairs if was in names[1]]
+
+
+def _wrong(outputs: Sequence[Sequence[OutputRow]], limit_db: float) -> str:
+    """The first array beyond the limit, in words."""
+    return next((row.text(limit_db) for rows in outputs for row in rows if row.wrong(limit_db)), "")
 
 
 def _is_as_large(inputs: Mapping[str, np.ndarray], first: Mapping[str, np.ndarray]) -> bool:

@@ -138,7 +138,7 @@ def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: 
     draw = np.random.default_rng(seed + 1)
     limits, reached = id_limits(model), reached_tables(model)
     values = {value.name: value for value in model.graph.input if value.name in first}
-    flags = [name for name, array in first.items() if _is_flag(name, array)]
+    flags = [name for name, array in first.items() if is_flag(name, array)]
     chosen = [{name} for name in flags[:_MOST_FLAGS]] + ([set(flags)] if len(flags) > 1 else [])
     for number, off in enumerate([set[str](), *chosen]):
         again = {name: _again(values[name], array, draw, limits.get(name), name in off, number) for name, array in first.items()}
@@ -230,7 +230,7 @@ def _steps(shape: tuple[int, ...], draw: np.random.Generator) -> np.ndarray:
 def _again(
     value: onnx.ValueInfoProto, first: np.ndarray, draw: np.random.Generator, limit: int | None, is_off: bool, number: int
 ) -> np.ndarray:
-    if _is_flag(value.name, first):
+    if is_flag(value.name, first):
         return np.zeros_like(first) if is_off else first
     if is_mask(value.name, first.dtype):
         return _mask(first, draw, number)
@@ -267,7 +267,16 @@ def is_mask(name: str, dtype: Any) -> bool:
     return "mask" in name or dtype == np.bool_
 
 
-def _is_flag(name: str, array: np.ndarray) -> bool:
+def is_flag(name: str, array: np.ndarray) -> bool:
+    """Whether an input is one truth value that switches something.
+
+    Args:
+        name: of the input.
+        array: as drawn.
+
+    Returns:
+        True for a flag, which is no mask.
+    """
     return array.dtype == np.bool_ and array.size == 1 and "mask" not in name
 
 
