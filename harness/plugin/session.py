@@ -41,11 +41,14 @@ class Usage:
         self.num_run = 0
         self.gaps: list[str] = []
         self.unknown_tests: set[str] = set()
+        self.ran: set[str] = set()
         self.trouble: list[str] = []
 
     def saw_report(self, report: pytest.TestReport) -> None:
         """Note a test; one that was skipped or failed may have left goldens unused."""
         self.num_run += report.when == "call"
+        if report.when == "call" or report.failed:
+            self.ran.add(report.nodeid)
         if not report.passed:
             self.unknown_tests.add(report.nodeid)
 
@@ -195,9 +198,7 @@ class GoldenSession:
             if self.refused and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = _UPDATE_REFUSED
         if self.outcomes or self._root.is_dir():
-            is_complete = self.usage.save(session, exitstatus, self.outcomes)
-            if is_complete:
-                self._drop_stale_candidates()
+            self._drop_stale_candidates(is_complete=self.usage.save(session, exitstatus, self.outcomes))
         if setting(self.config, "update"):
             self._report_refused()
 
@@ -208,16 +209,18 @@ class GoldenSession:
                 report = pytest.TestReport(test or "goldens", (test.partition("::")[0], None, test), {}, "failed", text, "teardown")
                 self.config.hook.pytest_runtest_logreport(report=report)
 
-    def _drop_stale_candidates(self) -> None:
-        """After a complete run, forget what tests left that no longer exist or no longer ask for that golden."""
+    def _drop_stale_candidates(self, *, is_complete: bool) -> None:
+        """Forget what tests left that ran again and compared no such golden; after a complete run, also tests that no longer exist."""
         from harness.goldens.store.candidates import CandidateFolder
 
         folder = CandidateFolder(folder_setting(self.config, "cache_dir") / "golden")
-        asked = {(outcome["name"], outcome["test"]) for outcome in self.outcomes}
+        compared = {(outcome["name"], outcome["test"]) for outcome in self.outcomes if outcome["verdict"] != "unreadable"}
         try:
             for candidate in list(folder.all()):
-                if (candidate.name, candidate.test) not in asked and candidate.test not in self.usage.unknown_tests:
-                    folder.drop(candidate.name, candidate.test)
+                test = candidate.test
+                is_over = test in self.usage.ran or (is_complete and test not in self.usage.unknown_tests)
+                if is_over and (candidate.name, test) not in compared:
+                    folder.drop(candidate.name, test)
         except GoldenError as error:
             self.usage.trouble.append(str(error))
 

@@ -202,8 +202,10 @@ def verify_statement(statement: str | Path, folder: str | Path, *, today: date) 
 
 
 def _result(predicate: Predicate, today: date) -> CheckRecord:
-    if predicate.verdict is not Verdict.PASS:
-        first = (*predicate.failed, *predicate.warned, "no check looked")[0]
-        return RESULT.record(predicate.verdict.outcome, f"the sign-off said {predicate.verdict.value}: {first}", findings=predicate.failed)
     ended = [f"{name}: its waiver ended on {waiver.until}" for name, waiver in predicate.waivers.items() if waiver.until < today]
-    return RESULT.found(ended, f"{len(predicate.passed)} checks passed, {len(predicate.waivers)} waived", noun="waiver")
+    if predicate.verdict is Verdict.PASS:
+        return RESULT.found(ended, f"{len(predicate.passed)} checks passed, {len(predicate.waivers)} waived", noun="waiver")
+    counted = [*predicate.failed, *(name for name in predicate.warned if name not in predicate.waivers)]
+    said = f"the sign-off said {predicate.verdict.value}: {', '.join(counted) or 'no check looked'}"
+    outcome = Outcome.FAIL if ended else predicate.verdict.outcome  # what was waived counts again
+    return RESULT.record(outcome, "; ".join([said, *ended]), findings=(*predicate.failed, *ended))

@@ -87,7 +87,7 @@ def state_of_goldens(root: Path) -> list[dict[str, Any]]:
         folder, listed = manifest.path.parent, set()
         for name, entry in sorted(manifest.goldens.items()):
             listed |= {variant.file for variant in entry.variants}
-            states = {_state(folder, variant) for variant in entry.variants}
+            states = {state_of_file(folder, variant) for variant in entry.variants}
             rows.append(
                 {
                     "name": name,
@@ -109,7 +109,16 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _state(folder: Path, variant: Variant) -> str:
+def state_of_file(folder: Path, variant: Variant) -> str:
+    """Return `ok`, or what is the matter with the file of a variant.
+
+    Args:
+        folder: of its manifest.
+        variant: of a golden.
+
+    Returns:
+        In words.
+    """
     try:
         data = (folder / variant.file).read_bytes()
     except OSError:

@@ -14,8 +14,9 @@ from pathlib import Path
 from compressor.atomic import stage, write_whole
 from harness.errors import GoldenError
 from harness.goldens.store.candidates import Candidate
+from harness.goldens.store.listing import state_of_file
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, check_not_elsewhere, find_entry, read_manifest
-from harness.goldens.store.paths import MANIFEST, file_name, folder_of
+from harness.goldens.store.paths import MANIFEST, deletion, file_name, folder_of
 from harness.goldens.store.provenance import nearest, today
 from harness.tolerance import TierMap
 
@@ -46,8 +47,8 @@ def accept(root: Path, candidates: Sequence[Candidate], *, reason: str = "", add
         What was done.
 
     Raises:
-        GoldenError: two candidates for one golden or one file, a loosening without a reason, or a folder that cannot be written; nothing
-            was written.
+        GoldenError: two candidates for one golden or one file, a stored file that is damaged, a loosening without a reason, or a folder
+            that cannot be written; nothing was written.
     """
     names = [candidate.name for candidate in candidates]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -66,6 +67,8 @@ def _accept(root: Path, candidates: Sequence[Candidate], reason: str, add_varian
         folder = root / folder_of(candidate.name)
         manifest = manifests.get(folder) or read_manifest(folder)
         old = find_entry(root, candidate.name, manifest)
+        if old is not None:
+            _check_undamaged(folder, old)
         new, line = _next_entry(old, candidate, reason.strip(), add_variant)
         if new is None:
             unchanged.append(candidate.name)
@@ -158,6 +161,17 @@ def _with_variant(old: GoldenEntry, own: Variant) -> tuple[Variant, ...]:
     if taken:
         raise GoldenError(f"golden {old.name!r}: its file {file} for {own.platform} is that for {taken}; nothing was written; replace it")
     return (*old.variants, replace(own, file=file))
+
+
+def _check_undamaged(folder: Path, old: GoldenEntry) -> None:
+    """What is accepted is a change, and from a file that is not the stored one nobody can tell it."""
+    for variant in old.variants:
+        state = state_of_file(folder, variant)
+        if state != "ok":
+            anew = f"delete the golden with `{deletion(old.name)}` and write it with `pytest --golden-update=new`"
+            raise GoldenError(
+                f"{folder / variant.file}: golden {old.name!r}: {state}; nothing was written; take both from one version, or {anew}"
+            )
 
 
 def _check_no_orphan(folder: Path, old: GoldenEntry | None, new: GoldenEntry) -> None:

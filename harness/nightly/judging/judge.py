@@ -11,7 +11,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
-from itertools import pairwise
 
 import numpy as np
 
@@ -96,8 +95,9 @@ class _Standing:
 def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date) -> Judgement:
     nights, levels_N = series.nights, series.levels_N
     shifts = find_shifts(levels_N, series.errors_N, bridge=series.bridge)
-    bounds = [0, *(shift.start for shift in shifts.found), len(nights)]
-    means = [float(np.median(levels_N[first:last])) for first, last in pairwise(bounds)]
+    starts = [0, *(shift.start for shift in shifts.found)]
+    ends = [*(shift.level_end or shift.start for shift in shifts.found), len(nights)]
+    means = [float(np.median(levels_N[first:last])) for first, last in zip(starts, ends, strict=True)]
     standing = _Standing(means[0])
     for shift, now in zip(shifts.found, means[1:], strict=True):
         before = nights[max(0, shift.place - 1)].night

@@ -56,6 +56,7 @@ class Shift:
         error: its standard error.
         degrees: effective degrees of freedom.
         bend: place of the last night before a drift, which came night by night; None for a step.
+        level_end: place of the first night behind the level that it is held against; None where that lasts until `start`.
     """
 
     place: int
@@ -65,6 +66,7 @@ class Shift:
     error: float
     degrees: float
     bend: int | None = None
+    level_end: int | None = None
 
     @property
     def p_value(self) -> float:
@@ -84,8 +86,9 @@ class Shift:
 
     def behind(self, start: int) -> Shift:
         """Return it in a series that has `start` nights more before it."""
-        bend = None if self.bend is None else self.bend + start
-        return replace(self, place=self.place + start, seen=self.seen + start, start=self.start + start, bend=bend)
+        bend, level_end = (None if one is None else one + start for one in (self.bend, self.level_end))
+        places = {"place": self.place + start, "seen": self.seen + start, "start": self.start + start}
+        return replace(self, **places, bend=bend, level_end=level_end)
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ def find_shifts(
         residuals_E = np.concatenate([residuals_E, _around(levels_N[start : start + shift.start], shift)])
         found.append(shift.behind(start))
         start = found[-1].start
-    return Shifts(tuple(found), np.concatenate([residuals_E, _centred(levels_N[start:])]))
+    return Shifts(tuple(found), np.concatenate([residuals_E, _rest(levels_N[start:])]))
 
 
 def _looks(nights: int, found: list[Shift], densely: bool) -> Iterator[int]:
@@ -228,35 +231,47 @@ def _first_of_many(nights: _Nights) -> Shift | None:
     """The first change of several: nights of later levels and lines know the noise, too."""
     levels_N = nights.levels_N.copy()
     first, *later = parts = segments(levels_N)
-    known = [_line(levels_N[one.start : one.end], 0)[1] if one.is_line else _centred(levels_N[one.start : one.end]) for one in later]
+    known = [_around_part(levels_N, one) for one in later]
     if first.is_line:
         drift = _shift(_drift(nights.until(first.end, known), 0, LEAST_LINE))
-        return drift if drift is not None and drift.shows else _on_the_way(nights, parts, 0)
-    if not later:
-        return None
+        return drift if drift is not None and drift.shows else _to_a_level(nights, parts)
+    if not later or not later[0].is_line:
+        return _to_a_level(nights, parts)
     second = later[0]
-    if not second.is_line:
-        return _shift(_step_at(first.end, nights.until(second.end, known[1:]), LEAST_AFTER))
     # Where the line begins is as sure as the mean of a quarter of its nights would be.
     shown = second.start + _quarter(second)
     slope = _line(levels_N[second.start : second.end], 0)[0]
     levels_N[second.start : second.end] -= slope * np.arange(second.end - second.start)
     jump = _shift(_step_at(first.end, replace(nights, levels_N=levels_N).until(shown, known)))
     drift = _shift(_drift(nights.until(second.end, known[1:]), second.start, LEAST_LINE))
-    return next((one for one in (jump, drift) if one is not None and one.shows), _on_the_way(nights, parts, 1))
+    return next((one for one in (jump, drift) if one is not None and one.shows), _to_a_level(nights, parts))
 
 
-def _on_the_way(nights: _Nights, parts: Sequence[Segment], line: int) -> Shift | None:
-    """From a level to another by what is a curve in truth: around a line, nights do not know the noise, so levels alone are compared."""
-    if len(parts) < line + 2 or parts[line + 1].is_line:
-        return None
-    way, behind = parts[line : line + 2]
-    place = way.start or _quarter(way)
-    kept = np.r_[:place, behind.start : behind.end]
-    later = [_centred(nights.levels_N[one.start : one.end]) for one in parts[line + 2 :] if not one.is_line]
-    levels = replace(nights, levels_N=nights.levels_N[kept], errors_N=nights.errors_N[kept])
-    found = _shift(_step_at(place, levels.until(len(kept), later), LEAST_AFTER))
-    return None if found is None else replace(found, start=behind.start, bend=max(0, place - 1))
+def _to_a_level(nights: _Nights, parts: Sequence[Segment]) -> Shift | None:
+    """The first later level that the first one shows to be another: steps that are none each add up, and lines may be a curve in truth."""
+    first, curved = parts[0], False
+    place = _quarter(first) if first.is_line else first.end
+    for number, behind in enumerate(parts):
+        curved = curved or behind.is_line
+        if number == 0 or behind.is_line:
+            continue
+        kept = np.r_[:place, behind.start : behind.end]
+        # Around the line of a curve, nights do not know the noise, so levels alone are compared.
+        others = [one for one in parts[1:] if one is not behind and not (curved and one.is_line)]
+        levels = replace(nights, levels_N=nights.levels_N[kept], errors_N=nights.errors_N[kept])
+        known = [_around_part(nights.levels_N, one) for one in others]
+        found = _shift(_step_at(place, levels.until(len(kept), known), LEAST_AFTER))
+        if found is not None:
+            bend = max(0, place - 1) if curved else None
+            found = replace(found, place=place if curved else behind.start, start=behind.start, bend=bend, level_end=place)
+            if found.shows:
+                return found
+    return None
+
+
+def _around_part(levels_N: NDArray[np.float64], part: Segment) -> NDArray[np.float64]:
+    own_M = levels_N[part.start : part.end]
+    return _line(own_M, 0)[1] if part.is_line else _centred(own_M)
 
 
 def _quarter(part: Segment) -> int:
@@ -319,7 +334,13 @@ def _fitted(levels_N: NDArray[np.float64], nights_N: NDArray[np.float64]) -> tup
 def _around(levels_M: NDArray[np.float64], shift: Shift) -> NDArray[np.float64]:
     """What is left of the nights before the level behind a shift."""
     is_line = shift.bend is not None and len(levels_M) > shift.bend + 1
-    return _line(levels_M, shift.bend)[1] if is_line else _centred(levels_M)  # type: ignore[arg-type]
+    return _line(levels_M, shift.bend)[1] if is_line else _rest(levels_M)  # type: ignore[arg-type]
+
+
+def _rest(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What is left of nights without a shift: steps and lines that are too small to be one are no noise, either."""
+    parts = segments(levels_M) if has_structure(levels_M) else [Segment(0, len(levels_M), is_line=False)]
+    return np.concatenate([_around_part(levels_M, one) for one in parts])
 
 
 def _centred(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -216,6 +216,17 @@ def test_what_the_error_of_a_damaged_golden_advises_mends_it(run, failed, damage
     assert failed.check("z", VALUE, inputs={"in": torch.ones(2)})["verdict"] == "pass"
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_golden_is_no_change_that_could_be_accepted(run, failed, damage: str) -> None:
+    DAMAGES[damage](failed.root / "x.safetensors")
+    before = failed.content()
+    code, _, error = run("accept", "x")
+    assert code == 3 and re.search(r"x\.safetensors: golden 'x': file (missing|differs from manifest); nothing was written; take", error)
+    assert failed.content() == before
+    (delete, _) = re.findall(r"`(.*?)`", error)
+    assert run(*shlex.split(delete)[2:])[0] == 0 and run("accept", "x")[0] == 0
+
+
 def test_what_the_error_of_a_taken_file_advises_frees_it(run, failed) -> None:
     failed.write("old NAME", VALUE)
     with pytest.raises(GoldenError, match="is that of golden 'old NAME' too") as error:

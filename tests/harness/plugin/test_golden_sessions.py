@@ -373,6 +373,27 @@ def test_a_complete_run_forgets_what_tests_left_that_are_gone(filled) -> None:
     assert not list(left.rglob("*.json"))
 
 
+LATER_RUNS = {
+    "the golden is damaged": TESTS.format(value="1.0"),
+    "it stops before its check": TESTS.format(value="1.0").replace("def test_one(golden):", "def test_one(golden):\n    assert not VALUE"),
+    "its tensors are none": TESTS.format(value="'x'").replace("torch.arange(5000.0) *", ""),
+    "a fixture fails": TESTS.format(value="1.0").replace("test_one(golden)", "test_one(golden, missing)"),
+}
+
+
+@pytest.mark.parametrize("name", LATER_RUNS)
+def test_a_run_that_comes_to_no_comparison_forgets_what_an_earlier_one_left(filled, name: str) -> None:
+    _write(filled, "1.5")
+    filled.run().assert_outcomes(passed=1, failed=1)
+    left = filled.path / ".harness_cache" / "golden"
+    assert len(list(left.rglob("*.json"))) == 1
+    filled.tests(test_it=LATER_RUNS[name])
+    if "damaged" in name:
+        (filled.path / "golden" / "one.safetensors").write_bytes(b"")
+    assert filled.run("-k", "one").ret == 1
+    assert not list(left.rglob("*.json"))
+
+
 def test_a_damaged_cache_does_not_break_the_run(filled) -> None:
     _write(filled, "1.5")
     filled.run()

@@ -114,6 +114,20 @@ def test_a_waiver_that_has_ended_since_and_a_failed_sign_off_are_told(signed: Pa
     assert (result.outcome, result.summary) == (Outcome.FAIL, "the sign-off said regression: format.x")
 
 
+def test_an_inconclusive_sign_off_names_what_was_and_the_waivers_that_have_ended(signed: Path, made: Release, tmp_path: Path) -> None:
+    data = json.loads((signed / "statement.json").read_text())
+    unsure = [*data["predicate"]["warnedTests"], "x.y", "x.z"]
+    data["predicate"] |= {"verdict": "inconclusive", "result": "WARNED", "warnedTests": unsure}
+    (tmp_path / "s.json").write_text(json.dumps(data))
+    _, result = verify_statement(tmp_path / "s.json", made.compressed, today=date(2026, 11, 25))
+    assert (result.outcome, result.summary) == (Outcome.INCONCLUSIVE, "the sign-off said inconclusive: x.y, x.z")
+    _, result = verify_statement(tmp_path / "s.json", made.compressed, today=date(2999, 1, 2))
+    assert result.outcome is Outcome.FAIL and result.summary.startswith(
+        "the sign-off said inconclusive: x.y, x.z; command.unsure: its waiver"
+    )
+    assert "command.unsure: its waiver ended on 2999-01-01" in result.findings
+
+
 CONTRADICTIONS: dict[str, tuple[dict[str, object], str]] = {
     "result": ({"result": "FAILED"}, "result is FAILED, and the tests say WARNED"),
     "failed tests": ({"failedTests": ["files.safe"]}, "verdict is pass, and the tests say regression"),

@@ -150,6 +150,42 @@ def test_a_level_that_is_worse_than_the_best_before_is_found_wherever_it_stands(
     assert found.verdict is Verdict.REGRESSION and found.changes[0].night == night_label(night), found.summary
 
 
+def quiet(*levels: tuple[float, int], seed: int = 0) -> list[Measurement]:
+    """Nights that differ by 0.07 %, so many at each level."""
+    rng = np.random.default_rng(seed)
+    sizes = np.repeat([size for size, _ in levels], [many for _, many in levels])
+    rows = sizes[:, None] * np.exp(rng.normal(0, 0.0005, (len(sizes), 1)) + rng.normal(0, 0.001, (len(sizes), 5)))
+    return [Measurement(night_label(n), "here", "", "m", "lower", tuple(row)) for n, row in enumerate(rows.tolist())]
+
+
+SMALL_STEPS = {
+    "two of 0.6 %": (((1.0, 35), (1.006, 20), (1.012, 20)), 55, 0.012),
+    "more nights at the second level": (((1.0, 35), (1.006, 60), (1.012, 20)), 95, 0.012),
+    "three of 0.45 %": (((1.0, 35), (1.0045, 20), (1.009, 20), (1.0135, 20)), 55, 0.009),
+    "behind a change for the better": (((1.1, 40), (1.0, 40), (1.006, 20), (1.012, 20)), 100, 0.012),
+    "a large one behind a small one": (((1.0, 35), (1.006, 20), (1.05, 4)), 55, 0.05),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_STEPS)
+def test_steps_that_are_none_each_are_held_together_against_the_best_level(name: str) -> None:
+    levels, night, effect = SMALL_STEPS[name]
+    for seed in range(4):
+        nights = quiet(*levels, seed=seed)
+        found = judge(nights)
+        (change,) = found.changes
+        assert found.verdict is Verdict.REGRESSION and change.night == night_label(night), found.summary
+        assert change.effect == pytest.approx(effect, abs=0.001)
+        assert judge(nights, [Acceptance("m", change.night, "", "meant")]).verdict is Verdict.PASS
+
+
+def test_a_step_that_is_none_is_no_noise() -> None:
+    for seed in range(4):
+        found = judge(quiet((1.0, 40), (1.006, 40), seed=seed))
+        assert found.verdict is Verdict.PASS and found.noise < 0.001, found.summary
+        assert judge(quiet((1.0, 35), (1.006, 20), (1.0, 20), (1.006, 20), seed=seed)).verdict is Verdict.PASS
+
+
 @pytest.mark.parametrize(("rate", "nights"), [(0.002, 40), (0.002, 120), (0.0007, 200)])
 def test_a_drift_that_began_on_the_first_night_is_found(rate: float, nights: int) -> None:
     found = judge(series([1 + rate * night for night in range(nights)]))
