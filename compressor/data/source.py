@@ -91,6 +91,8 @@ def open_source(
     if opened is source and not (isinstance(source, str | Path) and not is_there(Path(source))):
         _refuse(settings, "this data is not loaded by datasets.load_dataset", _LOADING)
     rows = _chosen_split(opened, settings.split)
+    if len(functions) == 1:  # else another makes the columns, row by row
+        _check_removed(rows, settings.remove_columns)
     if functions:
         rows = _mapped(rows, functions)
     processor = media.processor_of(rows) if media is not None and is_ours else None
@@ -147,6 +149,16 @@ def _functions(settings: DataSettings, usual: RowFunction | None) -> list[NamedF
     if dropped:
         made.append(("remove_columns", lambda row: {name: value for name, value in row.items() if name not in dropped}))
     return made
+
+
+def _check_removed(rows: Any, removed: Iterable[str]) -> None:
+    """Refuse columns to remove that no row has, of rows whose columns are known before they are read."""
+    columns: Any = getattr(rows, "column_names", None)
+    if columns is None and isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
+        columns = list(dict.fromkeys(name for row in rows for name in row))
+    absent = next((name for name in removed if columns is not None and name not in columns), None)
+    if absent is not None:
+        raise DatasetError(f"remove_columns: no row has a column {absent!r}; {suggest(absent, map(str, columns))}")
 
 
 def _function(name: str, given: Any) -> Callable[..., Any]:
@@ -306,7 +318,7 @@ def _opened(source: str | Path, settings: DataSettings, *, needs_rows: bool, tex
         return _loaded(str(source), settings, str(source), text_column)
     is_file = is_there(path) and path.is_file()
     is_folder = is_there(path) and path.is_dir() and suffix not in (*_BUILDERS, *_READ_HERE)
-    special = needs_rows or settings.streaming or settings.raw_kwargs or settings.split
+    special = needs_rows or settings.raw_kwargs or settings.split  # streaming alone is not: lines are read as they come
     if is_file and settings.dataset_config_name not in (None, "default"):  # as `datasets` calls what a file holds
         _refuse(settings, "this file has no configurations", ["dataset_config_name"])
     if is_file and suffix in _BUILDERS and (special or suffix not in _READ_HERE):

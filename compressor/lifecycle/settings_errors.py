@@ -32,7 +32,8 @@ def describe(
         One line per setting.
     """
     entries: dict[str, list[tuple[str, str]]] = {}
-    for details in error.errors(include_url=False):
+    errors = error.errors(include_url=False)
+    for details in (one for one in errors if not _is_of_unfit_branch(one, errors, settings)):
         path = _path_in(settings, details["loc"])
         head = "" if where is None else f"{where(path)}: "
         head += ".".join(map(str, (name, *path)))
@@ -55,6 +56,17 @@ def _path_in(settings: Any, loc: Sequence[int | str]) -> EntryPath:
             settings = settings[part]
             path.append(part)
     return tuple(path)
+
+
+def _is_of_unfit_branch(details: ErrorDetails, errors: Sequence[ErrorDetails], settings: Mapping[str, Any]) -> bool:
+    """Whether it finds the whole value wrong, where another branch of the same union takes its kind and finds what is wrong inside."""
+    *union, branch = details["loc"] or ("",)
+    path = _path_in(settings, union)
+    if details["type"] == "missing" or _path_in(settings, (*union, branch)) != path:
+        return False
+    length = len(union)
+    beside = [one["loc"] for one in errors if list(one["loc"][:length]) == union and one["loc"][length:][:1] != (branch,)]
+    return any(_path_in(settings, loc[: length + 1]) == path != _path_in(settings, loc) for loc in beside)
 
 
 def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath, name: str) -> tuple[str, str]:

@@ -24,6 +24,8 @@ from compressor.lifecycle import Modifier
 from compressor.lifecycle.settings_errors import describe
 from compressor.modifiers.registry import find_modifier, known_modifiers
 from compressor.recipe.source import Document
+from compressor.settings.kinds import RECIPE_ARGS
+from compressor.settings.options import check_kind
 from compressor.spelling import suggest
 from compressor.yaml_text import EntryPath
 
@@ -33,6 +35,7 @@ UNREAD = ("version", "metadata")  # llm-compressor allows them at the top, and r
 STAGE_PATTERN = r"^(.+)_stage(_\d+)?$"
 GROUP_PATTERN = r"^(.+)_modifiers$"
 
+_ANCHOR = re.compile(r"(?:^|[\s:,{\[])&[\w-]", re.M)
 _STAGE, _GROUP = re.compile(STAGE_PATTERN, re.S), re.compile(GROUP_PATTERN, re.S)
 
 
@@ -58,6 +61,7 @@ class Builder:
         """Take a document and the arguments that the caller gives in place of the recipe's own."""
         self._document = document
         self._given = dict(args)
+        self._own: dict[str, EntryPath] = {}  # where arguments of the recipe's own stand
         self._used: set[str] = set()
         self._num_modifiers = 0
         self.places: dict[int, str] = {}  # where each modifier stands, by its position
@@ -75,13 +79,19 @@ class Builder:
             stages = list(self._stages(data))
         else:
             raise self._error((), f"{_show(data)} is no recipe; give a mapping of stages or a list of modifiers")
-        unused = sorted(set(self._given) - self._used)
-        if unused:
-            none = "" if self._used else ", which holds no ${name}"
-            raise self._error((), f"the argument {unused[0]!r} is not used by the recipe{none}; {suggest(unused[0], sorted(self._used))}")
+        self._check_used()
         if not self._num_modifiers:
             raise self._error((), "it holds no modifier, so nothing would be done; add one below name_stage: name_modifiers:")
         return tuple(stages)
+
+    def _check_used(self) -> None:
+        """Refuse arguments, given or the recipe's own, that stand for nothing: a slip in the name would leave a setting as it is."""
+        own = {} if _ANCHOR.search(self._document.text) else self._own  # an alias of YAML may read what no ${name} does
+        unused = sorted((self._given.keys() - self._own.keys() | own.keys()) - self._used)
+        if unused:
+            none, path = "" if self._used else ", which holds no ${name}", self._own.get(unused[0], ())
+            advice = suggest(unused[0], sorted(self._used))
+            raise self._error(path, f"the argument {unused[0]!r} is not used by the recipe{none}; {advice}")
 
     def _stages(self, data: Mapping[Any, Any]) -> Iterator[Stage]:
         args = self._arguments(data, (), self._given)
@@ -161,9 +171,11 @@ class Builder:
             raise self._error((*path, "args"), f"args holds {_show(own)}; give a mapping of names to values")
         args, later = dict(outer), dict.fromkeys(own or {}, _LATER)
         for name, value in (own or {}).items():
+            if not isinstance(name, str):
+                raise self._error((*path, "args", name), f"{name!r} is no name of an argument; write one that ${{name}} can refer to")
+            self._own.setdefault(name, (*path, "args", name))
             known = {**later, **args}
             args[name] = self._given[name] if name in self._given else self._substitute(value, known, (*path, "args", name))
-        self._used |= set(own or {}) & set(self._given)
         return args
 
     def _substitute(self, value: Any, args: Mapping[str, Any], path: EntryPath) -> Any:
@@ -242,15 +254,17 @@ def named_values(args: Mapping[str, Any] | Sequence[str] | None) -> dict[str, An
         Value by name; of texts all values are texts.
 
     Raises:
-        RecipeError: a text without a name or without `=`, or a name that stands twice.
+        UserInputError: they are of another kind, such as a mapping with a key that is no text.
+        RecipeError: a name stands twice.
     """
-    if args is None or isinstance(args, Mapping):
-        return dict(args or {})
+    if args is None:
+        return {}
+    check_kind("recipe_args", args, RECIPE_ARGS)
+    if isinstance(args, Mapping):
+        return dict(args)
     found: dict[str, Any] = {}
     for text in [args] if isinstance(args, str) else args:
-        name, separator, value = text.partition("=")
-        if not separator or not name:
-            raise RecipeError(f"recipe_args: {text!r} is not name=value; write it so")
+        name, _, value = text.partition("=")
         if name in found:
             raise RecipeError(f"recipe_args: {name!r} was given twice, as {found[name]!r} and as {value!r}; give each name once")
         found[name] = value

@@ -149,6 +149,7 @@ FUNCTION = Kind(callable, "a function")
 FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
 TEXTS = Kind(_all(_text), "a list of texts")
 NAMES = Kind(lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(_text, value)), "a list of names")
+RECIPE_ARGS = Kind(_recipe_args, "a mapping of names to values, or a list of texts 'name=value'")
 PROGRESS = Kind(lambda value: hasattr(value, "task"), "an object with a method task()")
 
 Whole = Annotated[int, WHOLE]
@@ -176,9 +177,7 @@ Tokenizer = Annotated[
         "a tokenizer or processor of transformers, or the path of its folder",
     ),
 ]
-RecipeArgs = Annotated[
-    Mapping[str, Any] | Sequence[str], Kind(_recipe_args, "a mapping of names to values, or a list of texts 'name=value'")
-]
+RecipeArgs = Annotated[Mapping[str, Any] | Sequence[str], RECIPE_ARGS]
 ProgressLike = Annotated[
     Any, Kind(lambda value: isinstance(value, bool) or hasattr(value, "task"), "True, False, or an object with a method task()")
 ]

@@ -150,7 +150,7 @@ class DataSettings(Settings):
     dataset_config_name: Annotated[Text | None, Option(metavar="NAME")] = None
     """Configuration of a dataset that `datasets.load_dataset` loads by its name or folder."""
     streaming: Annotated[Flag, Option()] = False
-    """Read such a dataset as it arrives, without a copy on the disk."""
+    """Read such a dataset, or a .csv or .json file, as it arrives, without a copy on the disk; lines of other files are always read so."""
     raw_kwargs: NamedValues | None = None
     """Further arguments of `datasets.load_dataset`."""
     preprocessing_func: Annotated[RowFunction | None, Option(metavar="FILE:FUNCTION")] = None

@@ -69,7 +69,7 @@ class SparseGPTModifier(CalibratedPruningModifier):
     target: Target | None = None
     alpha: float = Field(default=1.0, gt=0, le=1)
     share_inputs: bool = True
-    offload_hessians: Any = None  # of llm-compressor; where they lie changes no result
+    offload_hessians: bool | None = None  # of llm-compressor; where they lie changes no result
 
     _statistics: HessianHooks = PrivateAttr(default_factory=HessianHooks)
     _handles_of: dict[str, list[RemovableHandle]] = PrivateAttr(default_factory=dict)

@@ -28,11 +28,11 @@ from compressor.spelling import suggest
 # Setting -> the values that ask for what happens anyway; None: any value, since it changes how the work is split but no result.
 FOREIGN_SETTINGS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
     {
-        "batched_quantization": None,
+        "batched_quantization": (True, False, None),
         "bypass_divisibility_checks": (False,),
         "device_ids": None,
-        "enable_torch_compile": None,
-        "offload_hessians": None,
+        "enable_torch_compile": (True, False, None),
+        "offload_hessians": (True, False, None),
         "output_observer": (None,),
         "requires_calibration_data": (True, False),
         "sequential_update": (True, None),

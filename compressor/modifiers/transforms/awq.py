@@ -6,10 +6,10 @@ Older recipes of llm-compressor give it schemes, for AWQ rounded there as well: 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import AfterValidator, Field, PrivateAttr
 from torch import Tensor, nn
 
 from compressor.algorithms.clipping import Clipping, search_clipping
@@ -26,6 +26,13 @@ from compressor.modifiers.schemes.hessians import count_all, join_hessians
 from compressor.modifiers.schemes.settings import SchemeSettings
 from compressor.modifiers.transforms.moving_scales import ScaleMovingModifier, in_portions, reader_weight
 from compressor.numerics.part_sums import PartSum
+from compressor.settings.kinds import DEVICE
+
+
+def _device(value: Any) -> Any:
+    if value is not None and not DEVICE.holds(value):
+        raise ValueError(f"{value!r} was given, where {DEVICE.words} belongs; correct it")
+    return value
 
 
 class AWQModifier(ScaleMovingModifier, SchemeSettings):
@@ -48,8 +55,8 @@ class AWQModifier(ScaleMovingModifier, SchemeSettings):
     n_grid: int = Field(default=20, gt=0)
     clip: bool | None = None
     # Of llm-compressor, for outputs that it caches and for portions of weights; nothing is cached here.
-    offload_device: Any = None
-    max_chunk_memory: Any = None
+    offload_device: Annotated[Any, AfterValidator(_device)] = None
+    max_chunk_memory: int | None = Field(default=None, gt=0)
 
     _hessians: dict[str, Hessian] = PrivateAttr(default_factory=dict)
     _sums: dict[str, PartSum] = PrivateAttr(default_factory=dict)

@@ -156,6 +156,10 @@ def test_functions_on_rows_come_before_columns_are_removed() -> None:
         ids_of(ROWS, preprocessing_func=lambda row: row["input_ids"])
     with pytest.raises(DatasetError, match="without columns that are named"):
         ids_of([[1, 2, 3]], remove_columns=["label"])
+    for rows in (ROWS, datasets.Dataset.from_list(ROWS), {"train": ROWS}):
+        with pytest.raises(DatasetError, match=r"^remove_columns: no row has a column 'lable'; did you mean 'label'\?$"):
+            ids_of(rows, remove_columns=["lable"])
+    assert ids_of([*ROWS, {"input_ids": [7], "odd": 1}], remove_columns=["odd"]) == [*PLAIN, [7]]
 
 
 def test_a_function_may_be_named_by_its_file(tmp_path: Path) -> None:
@@ -241,7 +245,11 @@ def test_a_file_has_no_configurations_to_choose_from(name: str, tmp_path: Path) 
 def test_what_says_how_to_load_is_refused_where_nothing_is_loaded(name: str, value: Any, tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     save_file({"input_ids": torch.tensor(PLAIN)}, tmp_path / "d.safetensors")
-    for source in (ROWS, datasets.Dataset.from_list(ROWS), {"train": ROWS}, tmp_path / "saved", tmp_path / "d.safetensors"):
+    sources = [ROWS, datasets.Dataset.from_list(ROWS), {"train": ROWS}, tmp_path / "saved", tmp_path / "d.safetensors"]
+    if name == "streaming":  # whose lines are read as they come
+        (tmp_path / "d.jsonl").write_text('{"input_ids": [1, 2]}\n')
+        sources.append(tmp_path / "d.jsonl")
+    for source in sources:
         with pytest.raises(DatasetError, match=f"^{name}: .* was given, but this "):
             ids_of(source, **{name: value})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field, field_validator
 
 from compressor import AWQModifier, QuIPModifier
-from compressor.errors import RecipeError, SchemeError
+from compressor.errors import RecipeError, SchemeError, UserInputError
 from compressor.lifecycle import Modifier, State
 from compressor.modifiers import registry
 from compressor.recipe import Recipe, Stage, load_recipe, recipe_schema
@@ -251,7 +252,44 @@ def test_the_callers_arguments_come_first_then_the_stages_then_the_recipes() -> 
     assert (only(text, {"size": 3}).block_size, only(text, {"frac": 0.75}).dampening_frac) == (3, 0.75)
     assert only("ToyModifier: {block_size: '${size}'}", {"size": 4}).block_size == 4
     assert only("- ToyModifier: {block_size: '${size}'}", {"size": 4}).block_size == 4
-    assert only("args: {size: 9}\nToyModifier: {block_size: 5}", {"size": 4}).block_size == 5  # declared, so not a typing error
+
+
+@pytest.mark.parametrize("args", [None, {"siez": 4}], ids=["its own", "and given"])
+def test_an_argument_that_nothing_reads_is_refused_where_it_stands(args: Any) -> None:
+    with pytest.raises(RecipeError, match=r"^recipe:1: the argument 'siez' is not used by the recipe; did you mean 'size'\?$"):
+        only("args: {siez: 9, size: 5}\nToyModifier: {block_size: '${size}'}", args)
+    with pytest.raises(RecipeError, match=r"^recipe:2: 1 is no name of an argument; "):
+        only("a_stage:\n  args: {1: 9}\n  modifiers: {ToyModifier: {}}")
+    assert only("args: {size: &size 9}\nToyModifier: {block_size: *size}").block_size == 9  # YAML reads it
+
+
+@pytest.mark.parametrize("args", [{1: 2}, {"": 2}, 5, ["size"], [b"size=2"]], ids=str)
+def test_arguments_of_another_kind_are_refused(args: Any) -> None:
+    with pytest.raises(UserInputError, match=r"^recipe_args: .* was given, where a mapping of names to values, or a list of texts"):
+        only("ToyModifier: {block_size: '${size}'}", args)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"GPTQModifier": {"scheme": {"a": 1}}},
+            "recipe: GPTQModifier.scheme.a: 1 was given, but input should be a valid list; correct it",
+        ),
+        ({"GPTQModifier": {"scheme": {"W4A16": ["Linear", 5]}}}, "recipe: GPTQModifier.scheme.W4A16.1: 5 was given, but "),
+        ({"SparseGPTModifier": {"sparsity": [0.5, None]}}, "recipe: SparseGPTModifier.sparsity.1: None was given, but "),
+        ({"SparseGPTModifier": {"sparsity": {"a": 1}}}, "recipe: SparseGPTModifier.sparsity: {'a': 1} was given, but "),
+        ({"AWQModifier": {"offload_device": math.nan}}, "recipe: AWQModifier.offload_device: nan was given, where the name of a device "),
+        ({"AWQModifier": {"max_chunk_memory": math.nan}}, "recipe: AWQModifier.max_chunk_memory: "),
+        ({"SparseGPTModifier": {"sparsity": 0.5, "offload_hessians": math.nan}}, "recipe: SparseGPTModifier.offload_hessians: "),
+        ({"GPTQModifier": {"scheme": "W4A16", "offload_hessians": math.nan}}, "recipe: GPTQModifier: GPTQModifier.offload_hessians: nan "),
+    ],
+    ids=str,
+)
+def test_one_mistake_is_one_line_of_the_branch_that_fits_best(given: Any, said: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(given)
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +339,7 @@ def test_wrong_arguments(text: str, args: dict[str, Any] | None, message: str) -
 
 
 def test_nothing_is_evaluated(tmp_path: Path) -> None:
-    assert only("args: {a: 1}\nToyModifier: {ignore: ['eval(a)', '__import__']}").ignore == ["eval(a)", "__import__"]
+    assert only("ToyModifier: {ignore: ['eval(a)', '__import__']}").ignore == ["eval(a)", "__import__"]
     with pytest.raises(RecipeError, match=r"eval is not supported, write \$\{name\}"):
         load_recipe("args: {a: 1}\nToyModifier: {block_size: eval(a)}")
     trap = tmp_path / "trap"
