@@ -28,7 +28,7 @@ from compressor.spelling import suggest
 # Setting -> the values that ask for what happens anyway; None: any value, since it changes how the work is split but no result.
 FOREIGN_SETTINGS: Mapping[str, tuple[Any, ...] | None] = MappingProxyType(
     {
-        "batched_quantization": (True, False, None),
+        "batched_quantization": None,
         "bypass_divisibility_checks": (False,),
         "device_ids": None,
         "enable_torch_compile": (True, False, None),
