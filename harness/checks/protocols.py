@@ -238,10 +238,10 @@ class Layer(Protocol):
     smallest numbers, and subnormal ones where inputs are not quantized; in training and in evaluation mode, with gradients on and off; with
     and without a bias, square, with one output or one input; moved to bfloat16 and float16 and back, copied, and filled from a state dict,
     once and again. A layer that was filled or copied gives what the one gives that it came from, and a copy shares nothing with it. A
-    forward may keep what it has unpacked, and changes nothing else of its layer: no hook, mode, module or value of its state dict. The
-    output has the dtype of the input; -0 counts as 0. NaN in a token comes out as NaN all over that token, or is an error with a message;
-    infinity comes out as infinity or NaN, or is one, unless the input quantizer makes it a number. Other tokens stay as they are. The bias
-    that counts is that of the float layer; a built layer needs no attribute `bias`, or any other of nn.Linear's.
+    forward may keep what it has unpacked until the layer is moved or filled, and changes nothing else of it: no hook, mode, module or value
+    of its state dict. The output has the dtype of the input; -0 counts as 0. NaN in a token comes out as NaN all over that token, or is an
+    error with a message; infinity comes out as infinity or NaN, or is one, unless the input quantizer makes it a number. Other tokens stay
+    as they are. The bias that counts is that of the float layer; a built layer needs no attribute `bias`, or any other of nn.Linear's.
 
     Attributes:
         kind: "layer".

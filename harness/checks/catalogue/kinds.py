@@ -22,8 +22,10 @@ KINDS: Mapping[str, str] = MappingProxyType(
 )
 
 
-class SideEffectError(AssertionError):
+class SideEffectError(BaseException):
     """A call of the subject changed something beside its result, whatever the check was about.
+
+    It is no Exception, so that no check that waits for a refusal takes it for one.
 
     Attributes:
         cause: what was changed; checks that met the same are told once.

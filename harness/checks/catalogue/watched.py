@@ -1,8 +1,9 @@
 """A subject under watch: whatever a call changes beside its result is told, in every check and with one cause.
 
 A call may change nothing that it was given, nothing that an earlier call has returned, and nothing of the process: no random number is
-drawn but for the first weights of modules that are made, no hook is left, no setting of torch is moved. A transform changes the weights
-of its model, and nothing else of it; one that works online, too, leaves hooks at layers whose weight it has changed.
+drawn but for the first weights of modules that are made, no hook is left, no setting of torch is moved. What the subject declares stays,
+too, whether it answers or refuses. A transform changes the weights of its model, and nothing else of it; one that works online, too,
+leaves hooks at layers whose weight it has changed.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Watched:
         self._protocol = getattr(protocols, KINDS[subject.kind])
         self._results: dict[str, object] = {}
         self._num_calls = 0
+        self._declared = self._declares()
 
     def __getattr__(self, name: str) -> Any:
         """Return the subject's attribute, watched where it is a method of the protocol."""
@@ -80,12 +82,25 @@ class Watched:
             modes.put_back()  # nothing below is to go through them
             shared.put_back()
             self._refuse(name, process, before, given, results)
+            self._refuse_declared(name)
         if isinstance(getattr(result, "kind", None), str):
             return watched(result)
         if isinstance(result, nn.Module):
             return result
         self._results[name] = result
         return _by_values(result)
+
+    def _declares(self) -> dict[str, object]:
+        """What the subject says of itself; of functions, which a property may make anew, that they are there."""
+        values = {name: getattr(self._subject, name) for name in self._protocol.__annotations__}
+        return {name: callable(value) or freeze(value) for name, value in values.items()}
+
+    def _refuse_declared(self, method: str) -> None:
+        """Against what was said before the first call, so that no later check believes what an earlier one has changed."""
+        for name, value in self._declares().items():
+            if self._declared[name] != value:
+                change = describe_change(self._declared[name], value)
+                raise SideEffectError(f"{method}() has changed the subject's {name}: {change}", f"declared {name}")
 
     def _refuse(
         self,

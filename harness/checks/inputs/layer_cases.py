@@ -12,7 +12,9 @@ from harness.checks.protocols import Layer
 from harness.checks.strategies import hurtful, uniform
 
 
-def float_linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name: str = "spread groups", seed: int = 3) -> nn.Linear:
+def float_linear(
+    shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, name: str = "spread groups", seed: int = 3, times: int = 1
+) -> nn.Linear:
     """Make a float layer.
 
     Args:
@@ -21,13 +23,14 @@ def float_linear(shape: tuple[int, int], dtype: torch.dtype, bias: bool = True, 
         bias: whether it has one.
         name: kind of the weight, as `hurtful` has it.
         seed: of the bias.
+        times: what the weight is multiplied with.
 
     Returns:
         The layer.
     """
     linear = nn.Linear(shape[1], shape[0], bias=bias, dtype=dtype)
     with torch.no_grad():
-        linear.weight.copy_(hurtful(name, shape, dtype, group=16))
+        linear.weight.copy_(hurtful(name, shape, dtype, group=16) * times)
         if bias:
             linear.bias.copy_(uniform((shape[0],), torch.Generator().manual_seed(seed)))
     return linear
@@ -84,9 +87,7 @@ class LayerCase:
         Returns:
             The case.
         """
-        linear = float_linear(shape, dtype, bias, name="bell")
-        with torch.no_grad():
-            linear.weight.mul_(times)
+        linear = float_linear(shape, dtype, bias, name="bell", times=times)
         return cls.of(subject, subject.build(linear), linear.bias.detach().clone() if bias else torch.zeros(shape[0]))
 
     @classmethod

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product as product_of
 from typing import Any
 
@@ -438,15 +439,21 @@ def _hold_apart(source: nn.Module, other: nn.Module, what: str, x: Tensor) -> No
             _hold_close(stays(x), expected, f"{what}: the {whose} {name}, and the {kept} gives another output")
 
 
-@register(None, "moves", "Moving a layer to another dtype leaves codes and scales of one byte alone, and its weight to 4 u", kind="layer")
+@register(
+    None,
+    "moves",
+    "Moving a layer to another dtype leaves codes and scales of one byte alone, its weight to 4 u, and nothing that a forward has unpacked",
+    kind="layer",
+)
 def moves(subject: Layer, context: CheckContext) -> str:
-    """Move float32 layers to bfloat16 and float16, run them there, and move them back."""
+    """Move float32 layers to bfloat16 and float16, run them before, there or both, and move them back."""
     if torch.float32 not in subject.dtypes:
         raise NothingToCheckError("the subject takes no float32 layers")
     # One where the bias decides, one without, and one of a single output.
     for shape, bias, times in zip(layer_shapes(subject), (True, False, True), (1, 1, 16), strict=False):
         for dtype in (torch.bfloat16, torch.float16):
             _hold_move(LayerCase.built(subject, shape, torch.float32, bias, times), dtype)
+            _hold_runs(subject, partial(float_linear, shape, torch.float32, bias, "bell", times=times), dtype)
     return "bfloat16 and float16, and back"
 
 
@@ -467,5 +474,24 @@ def _hold_move(case: LayerCase, dtype: torch.dtype) -> None:
     _hold_product(moved, there, f"of a layer that went from float32 to {dtype}", num_more=0)
     back, lost = moved.layer.to(torch.float32), 8 * float(torch.finfo(dtype).eps)  # what is rounded once stays so
     _hold_product(replace(case, layer=back), here, f"of a layer that went to {dtype} and back", num_more=0, least=lost)
+    # A bias, or the scale of an input quantizer, may come back rounded or not.
+    if not bool(case.bias.any()) and torch.equal(case.subject.expected_input(back, here), here):
+        _hold_product(LayerCase.of(case.subject, back, case.bias), here, f"of the weight that it holds when back from {dtype}", num_more=0)
     back.load_state_dict(state)
     _hold_product(replace(case, layer=back), here, f"of a layer that went to {dtype} and back, and was filled then", num_more=0)
+
+
+@torch.no_grad()
+def _hold_runs(subject: Layer, linear: Callable[[], nn.Linear], dtype: torch.dtype) -> None:
+    """A layer that runs before it is moved, or on the way, is the one that is only moved: what it has unpacked does not outlive a move."""
+    here, there = (plain_inputs(_LEADING, linear().in_features, one)[0] for one in (torch.float32, dtype))
+    only_moved = subject.build(linear()).eval().to(dtype).to(torch.float32)(here)
+    for when in ("before it went", "there", "before it went, and there"):
+        layer = subject.build(linear()).eval()
+        if when.startswith("before"):
+            layer(here)
+        layer.to(dtype)
+        if when.endswith("there"):
+            layer(there)
+        what = f"an input of {list(here.shape)}, of a layer that went to {dtype} and back, and has run {when}"
+        _hold_close(layer.to(torch.float32)(here), only_moved, f"{what}: another output than one that was only moved")

@@ -156,11 +156,7 @@ class Zeroing(OurSolver):
     def solve(
         self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
     ) -> list[Solved]:
-        dead = (hessian.diagonal() == 0)[None]
-        found = super().solve(weights, hessian, block_size, like)
-        return [
-            replace(one, values=one.values * ~dead, quantized=replace(one.quantized, codes=one.quantized.codes * ~dead)) for one in found
-        ]
+        return super().solve([weight * (hessian.diagonal() != 0) for weight in weights], hessian, block_size, like)
 
 
 class ClaimsToZero(OurSolver):

@@ -95,6 +95,43 @@ class StaleCache(Int8):
         return linear(x, self.unpacked.to(x.dtype), self.added(x))
 
 
+class StaleAfterMoves(Int8):
+    """What was unpacked is dropped when a state dict is loaded, and in copies; not when the layer goes to another dtype."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.__dict__.pop("unpacked", None)
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        new = object.__new__(type(self))
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items() if key != "unpacked"})
+        return new
+
+    def forward(self, x: Tensor) -> Tensor:
+        unpacked = self.__dict__.setdefault("unpacked", self.values())
+        return linear(x, unpacked.to(x.dtype), self.added(x))
+
+
+class StaleFromThere(StaleAfterMoves):
+    """What was unpacked before the layer went is dropped; what was unpacked where it went to is kept."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.bfloat16 or "unpacked" in self.__dict__:
+            return super().forward(x)
+        return Int8.forward(self, x)
+
+
+class HoldsMoreThanItSays(Int8):
+    """Multiplies with the values of its making, which its buffers no longer have after a move."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__(source)
+        self.first = (self.values(),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.first[0].to(x.dtype), self.added(x))
+
+
 class KeepsFirstFilling(Int8):
     """The second state dict is not loaded into it."""
 
@@ -214,6 +251,9 @@ WRONG: dict[str, tuple[type[Int8], str, str]] = {
     "a bias that grows": (BiasMoved, "layer.copies", "moved to the dtype that it has: another output"),
     "a bias that grows on the way": (BiasMoved, "layer.moves", "of a layer that went from float32 to torch.bfloat16"),
     "a bias that float16 has not": (BiasMovedToFloat16, "layer.moves", "of a layer that went from float32 to torch.float16"),
+    "a cache that outlives a move": (StaleAfterMoves, "layer.moves", "and has run before it went: another output than one that"),
+    "a cache of where it went": (StaleFromThere, "layer.moves", "and has run there: another output than one that was only moved"),
+    "values of its making": (HoldsMoreThanItSays, "layer.moves", "of the weight that it holds when back from torch.bfloat16"),
     "built without gradients": (BuiltWithoutGradients, "layer.copies", "built where gradients are off"),
     "rows from 129 on": (Rows129, "layer.weight_as_calibrated", "[521, 3] torch.float32"),
     "columns from 513 on": (Columns513, "layer.weight_as_calibrated", "[3, 1031] torch.float32"),

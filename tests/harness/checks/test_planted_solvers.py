@@ -89,6 +89,16 @@ class Overlooks(OurSolver):
         return [super(Overlooks, self).solve([w], hessian, block_size, s)[0] for w, s in zip(weights, scales, strict=True)]
 
 
+class DampsByAll(OurSolver):
+    """Dead columns count in the mean diagonal of which a share is added."""
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        alive = float((hessian.diagonal() != 0).double().mean())
+        return OurSolver(self.args, damp_frac=self.damp_frac * alive).solve(weights, hessian, block_size, like)
+
+
 def finite(x: Tensor) -> Tensor:
     return torch.nan_to_num(x, 0, 0, 0)
 
@@ -122,6 +132,7 @@ WRONG: dict[str, tuple[OurSolver, str, str]] = {
         "1056 columns, piece",
     ),
     "wide weights": (Wrong(beside=as_rounding(lambda w: w.shape[1] > 512)), "solver.pieces", "1056 columns, piece"),
+    "dead columns in the damping": (DampsByAll(INT4), "solver.dead_columns", "of 48 columns are dead the reported loss is"),
     "NaN in a later weight": (Wrong(weight=lambda w, number: w if number == 0 else finite(w)), "solver.refuses_nonfinite", "weight 1 of 3"),
     "NaN in a later batch": (Wrong(batch=lambda x, number: x if number == 0 else finite(x)), "solver.refuses_nonfinite", "batch 1 of 5"),
     "NaN in bfloat16": (

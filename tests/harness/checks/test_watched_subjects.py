@@ -75,6 +75,18 @@ class Seeds(OurSolver):
         return super().hessian(batches)
 
 
+class ForgetsInRefusals(OurSolver):
+    """Declares another damping from its first refusal on."""
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        kept, self.damp_frac = self.damp_frac, 0.02
+        found = OurSolver(self.args, damp_frac=kept).solve(weights, hessian, block_size, like)
+        self.damp_frac = kept
+        return found
+
+
 class OneScale(OurSolver):
     """Gives weights of one shape the scales of the first of them."""
 
@@ -191,6 +203,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "words in one buffer": (OneBuffer(4), "pack() has changed what pack() returned before"),
     "an observer clips": (Clips(QuantizationArgs(strategy="tensor")), "observe() has changed the batches that it was given"),
     "a solver seeds": (Seeds(INT4), "hessian() has changed something of the process: torch"),
+    "a refusal changes a declaration": (ForgetsInRefusals(INT4), "() has changed the subject's damp_frac: changed: "),
     "a solver keeps scales": (OneScale(INT4), "weight 1 of 4 (24 and 24 and 5 and 1 rows): other scales, values or codes than alone"),
     "a hook on the float layer": (HooksTheFloatLayer(SCHEME), "build() has changed the linear that it was given: _forward_hooks"),
     "a layer draws": (_wrapped(Drawing), "the forward has changed something of the process: torch"),
