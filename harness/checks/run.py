@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -119,6 +119,20 @@ def _check_members(subject: object, kind: str) -> None:
         raise UserInputError(
             f"check: {type(subject).__name__} is a {kind} without {', '.join(missing)}; see harness.checks.protocols.{KINDS[kind]}"
         )
+    _check_declared(subject, wanted)
+
+
+def _check_declared(subject: object, members: Iterable[str]) -> None:
+    """Refuse words that nothing knows, and lists of nothing: no check could be made of them."""
+    from harness.checks.oracles import LAYOUTS, RULES
+
+    label, known = type(subject).__qualname__, {"layout": LAYOUTS, "scale_rule": RULES}
+    for name in members:
+        value = _read(f"{label}.{name}", partial(getattr, subject, name))
+        if name in known and value is not None and value not in list(known[name]):
+            raise UserInputError(f"check: {label}.{name} is {value!r}, which is none that is known; {suggest(str(value), known[name])}")
+        if name in ("code_values", "dtypes", "ranks", "architectures") and isinstance(value, Sized) and not len(value):
+            raise UserInputError(f"check: {label}.{name} is empty; name at least one")
 
 
 def check(

@@ -119,6 +119,25 @@ def test_unknown_tags_are_refused() -> None:
         harness.check(subject, draws=False)
 
 
+@pytest.mark.parametrize(
+    ("kind", "declared", "said"),
+    [
+        ("packer", {"layout": "offset-stream"}, "layout is 'offset-stream', .*did you mean 'offset_stream'"),
+        ("packer", {"ranks": ()}, "ranks is empty"),
+        ("quantizer", {"scale_rule": 3}, "scale_rule is 3, which is none that is known"),
+        ("quantizer", {"dtypes": []}, "dtypes is empty"),
+        ("quantizer", {"code_values": torch.zeros(0)}, "code_values is empty"),
+    ],
+)
+def test_declarations_that_say_nothing_are_refused(kind: str, declared: dict[str, object], said: str) -> None:
+    from harness.checks.adapters.ours import OurPacker, OurQuantizer
+
+    subject = OurQuantizer(INT4) if kind == "quantizer" else OurPacker(4)
+    vars(subject).update(declared)
+    with pytest.raises(UserInputError, match=f"check: Our{kind.title()}.{said}"):
+        harness.check(subject, draws=False)
+
+
 def test_expected_failures_are_strict() -> None:
     report = harness.check(INT4, checks=[5], draws=False, expected_failures={"quantizer.zero": "known"})
     assert report.exit_code == 1
