@@ -110,7 +110,7 @@ class OurQuantizer:
             return self._quantized(quantize(weight.float(), qparams._replace(scale=qparams.scale.float()), self.args), qparams)
         qparams = weight_qparams(weight, self.args, self.name)
         found = round_to_nearest(weight, qparams, self.args)
-        return replace(self._quantized(found.codes_RC, qparams), relative_error=found.relative_error)
+        return replace(self._quantized(found.codes_RC, qparams), relative_error=_error_of_values(found.relative_error, self.args))
 
     def encode(self, values: Tensor, like: Quantized) -> Tensor:
         """See Quantizer."""
@@ -124,6 +124,11 @@ class OurQuantizer:
     @staticmethod
     def _quantized(codes: Tensor, qparams: QParams) -> Quantized:
         return Quantized(codes, qparams.scale, qparams.zero_point, qparams.global_scale)
+
+
+def _error_of_values(error: float, args: QuantizationArgs) -> float | None:
+    """None for NVFP4: its error is that of what a layer reads, whose values are rounded to bfloat16, and a subject's values are not."""
+    return None if args.has_global_scale else error
 
 
 @dataclass
@@ -183,7 +188,8 @@ class OurSolver:
             names=[f"{self.name}.{number}" for number in range(len(weights))],
         )
         solved = [self._solved(one.codes_RC, one.qparams, one.g_idx_C, one.loss) for one in found]
-        return [replace(one, relative_error=source.relative_error) for one, source in zip(solved, found, strict=True)]
+        errors = [_error_of_values(one.relative_error, self.args) for one in found]
+        return [replace(one, relative_error=error) for one, error in zip(solved, errors, strict=True)]
 
     def _solve_on(self, weight: Tensor, hessian: Tensor, block_size: int, like: Quantized) -> Solved:
         if self.actorder == "group":
