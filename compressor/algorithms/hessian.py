@@ -201,7 +201,7 @@ def _estimated_energy(hessian_CC: Tensor, runs: Iterable[Tensor]) -> float:
     """
     draw = torch.Generator().manual_seed(0)
     start_CM = torch.randn(len(hessian_CC), min(_DIRECTIONS, len(hessian_CC)), generator=draw, dtype=torch.float32).to(hessian_CC)
-    basis_CM = torch.linalg.qr(hessian_CC @ start_CM).Q
+    basis_CM = torch.linalg.qr(hessian_CC @ torch.linalg.qr(hessian_CC @ start_CM).Q).Q  # twice, or it leaks into what is small
     turned_CM = hessian_CC @ basis_CM
     inner_MM = basis_CM.t() @ turned_CM
     sums_KC, along = hessian_CC.new_zeros(_NUM_SUMS, len(hessian_CC)), hessian_CC.new_zeros((), dtype=torch.float64)
@@ -211,7 +211,8 @@ def _estimated_energy(hessian_CC: Tensor, runs: Iterable[Tensor]) -> float:
         signs_KR = torch.randint(0, 2, (_NUM_SUMS, len(values_RC)), generator=draw, dtype=torch.float32).to(hessian_CC) * 2 - 1
         sums_KC.addmm_(signs_KR, values_RC)
     sums_KC -= (sums_KC @ basis_CM) @ basis_CM.t()
-    return float(along + ((sums_KC @ hessian_CC) * sums_KC).sum(dtype=torch.float64) / _NUM_SUMS)
+    energy = float(along + ((sums_KC @ hessian_CC) * sums_KC).sum(dtype=torch.float64) / _NUM_SUMS)
+    return max(0.0, energy)  # no estimate of what is almost nothing may be less
 
 
 def near_one(values: Tensor, largest: Tensor) -> Tensor:

@@ -94,6 +94,16 @@ def test_the_error_of_outputs_is_that_of_all_rows(rows: int, kind: str, size: fl
     assert relative_output_error(size * weight, size * values, hessian) == pytest.approx(expected, rel=1e-4 if rows <= 1024 else 0.05)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_an_error_where_inputs_hardly_go_is_never_negative(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    turn = torch.linalg.qr(torch.randn(96, 96, generator=draw)).Q
+    hessian = (turn * torch.logspace(4, -4, 96)) @ turn.t()
+    weight = torch.randn(1100, 96, generator=draw)
+    values = weight - 0.01 * torch.randn(1100, 1, generator=draw) * turn[:, -1]
+    assert 0 <= relative_output_error(weight, values, hessian) < 1e-9
+
+
 def test_the_error_of_outputs_that_are_all_zero_is_zero() -> None:
     weight, values, hessian = _outputs("plain", 40, 16)
     assert relative_output_error(weight, values, torch.zeros_like(hessian)) == 0.0
