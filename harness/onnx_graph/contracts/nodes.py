@@ -23,8 +23,8 @@ from harness.onnx_graph.graph.drawn_inputs import (
     resized_inputs,
     single_inputs,
 )
-from harness.onnx_graph.graph.indexed_tables import reached_tables
-from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs
+from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
+from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
 from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS
@@ -64,6 +64,8 @@ _ROUNDING_MARGIN_DB = 20.0
 """What a graph that rounds in another order may be worse than one whose inputs moved by one rounding: ten times the amplitude."""
 _LEAST_DB = 20.0
 """Below it the exported graph decides nothing itself."""
+_MOST_SPECIAL = 8
+"""Of one input: padding, begin, end and a few more of a processor."""
 
 
 _BEFORE, _AFTER = "the exported graph", "the optimized graph"
@@ -83,6 +85,7 @@ class NumericEqual(Contract):
     is a violation. Under `golden` all floats are large at once, over each of these masks and flags, and over masks of two ones a row and of
     two zeros. Rounding grows there: the limit is then what inputs that moved by one rounding leave, less 20 dB.
     Masks also pad rows on the left and right, and leave one empty: what sees nothing there may change, but not to NaN or infinite.
+    Numbers that either graph compares ids with (padding, the end of a text) stand first and last in rows, padded ones and whole ones.
     Outputs are compared in their order: a name that moved to another output is a violation, a new name is a note, for exporters number
     outputs that nobody names.
 
@@ -158,6 +161,7 @@ class NumericEqual(Contract):
         if self._inputs is not None:
             return drawings
         tables = reached_tables(pair.before)
+        drawings += self._with_special_ids(pair, first, before)
         drawings += [_accepted(before, first, other, tables) for other in other_inputs(pair.before, first, self._seed)]
         for name, rows in tables.items():
             named = np.unique(np.concatenate([one[name].ravel() for one, _ in drawings])) if name in first else np.arange(rows)
@@ -173,6 +177,19 @@ class NumericEqual(Contract):
         if fixed:
             shown = ", ".join(f"axis {axis} of {name}" for name, axis in fixed)
             pair.notes.append(f"{self.name}: open sizes were not varied, as {_BEFORE} refuses the others that were tried: {shown}")
+        return drawings
+
+    def _with_special_ids(self, pair: Pair, first: Mapping[str, np.ndarray], before: Session) -> list[Drawing]:
+        """Ids that the graphs know by number, as no draw from a large vocabulary would hit them."""
+        drawings: list[Drawing] = []
+        refused = dict[str, None]()
+        for name, number, inputs in special_inputs(first, _special(pair, first)):
+            try:
+                drawings.append((inputs, before.run(inputs)))
+            except GraphRefused:
+                refused[f"{name} of {number}"] = None
+        if refused:
+            pair.notes.append(f"{self.name}: {_BEFORE} refuses {some(list(refused))}, a number that it compares with; it was not looked at")
         return drawings
 
     def _unvaried(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> list[Finding]:
@@ -192,7 +209,7 @@ class NumericEqual(Contract):
     def _padded(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], before: Session, after: Session) -> list[Finding]:
         """Masks as batches have them. Where all keys are hidden no more is asked than that nothing is NaN or infinite that was not."""
         names, limit = [value.name for value in pair.before.graph.output], self._policy.min_sqnr_db
-        for where, inputs in padded_inputs(drawn[0]) if self._inputs is None else ():
+        for where, inputs in padded_inputs(drawn[0], _special(pair, drawn[0])) if self._inputs is None else ():
             try:
                 expected = before.run(inputs)
             except GraphRefused:
@@ -276,6 +293,17 @@ def _first_accepted(graph: Session, several: Iterator[Mapping[str, np.ndarray]])
         except GraphRefused:
             continue
     return []
+
+
+def _special(pair: Pair, first: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
+    """Input to the numbers that either graph compares it with, as far as they name a row of its table."""
+    rows, found = reached_tables(pair.before), dict[str, list[int]]()
+    both = [special_ids(model) for model in (pair.before, pair.after)]
+    for name, ids in first.items():
+        if ids.ndim and ids.size > 1 and ids.dtype.kind in "iu" and not is_mask(name, ids.dtype):
+            low, high = (0, rows[name] - 1) if rows.get(name) else (np.iinfo(ids.dtype).min, np.iinfo(ids.dtype).max)
+            found[name] = sorted({number for one in both for number in one.get(name, ()) if low <= number <= high})[:_MOST_SPECIAL]
+    return found
 
 
 def _accepted(graph: Session, first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tables: Mapping[str, int]) -> Drawing:

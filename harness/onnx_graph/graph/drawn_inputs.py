@@ -300,5 +300,6 @@ def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit
         steps = _steps(shape, draw)
         return np.where(np.asarray(draw.integers(0, 16, shape)) == 0, 4 * steps, steps).astype(dtype)
     info = np.iinfo(dtype)
-    low, high = (0, limit) if limit else (max(free.start, info.min), min(free.stop, info.max))
+    whole = free is _WIDE and info.bits == 8  # a picture's: thresholds lie anywhere
+    low, high = (0, limit) if limit else (info.min, info.max + 1) if whole else (max(free.start, info.min), min(free.stop, info.max))
     return np.asarray(draw.integers(low, high, shape)).astype(dtype)

@@ -1,4 +1,4 @@
-"""Which inputs of a graph index a table, and how many rows it has: ids, token types, places.
+"""Which inputs of a graph index a table, how many rows it has, and with which numbers they are compared: ids, token types, places.
 
 Ids are followed by name from the input to the Gather, through what only moves them; the table may be stored in codes or turned, and may
 be an activation, or what is scattered into.
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import onnx
 
 from harness.onnx_graph.graph.local_functions import inlined
@@ -48,6 +49,12 @@ _AXIS: Mapping[str, tuple[str, int]] = {
 }
 """Operator to the attribute that names the axis of the rows, and what it is where it is not given; 0 in all others."""
 
+_COMPARED = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "Sub", "Min", "Max", "Clip"})
+"""Operators by which one number is told from others: padding, the end of a text."""
+
+_MOST_NUMBERS = 16
+"""More of them are a table, and no special ids."""
+
 
 def id_limits(model: onnx.ModelProto) -> dict[str, int]:
     """Find the inputs whose values index a table as they are.
@@ -58,8 +65,7 @@ def id_limits(model: onnx.ModelProto) -> dict[str, int]:
     Returns:
         Name to the number of rows of the smallest table.
     """
-    limits = _Walk(lambda node: node.op_type in _MOVES and node.op_type != "GatherND").limits(model)
-    return {name: rows for name, rows in limits.items() if rows}
+    return {name: rows for name, rows in _Walk(_moves_ids).through(model).found.items() if rows}
 
 
 def reached_tables(model: onnx.ModelProto) -> dict[str, int]:
@@ -71,7 +77,27 @@ def reached_tables(model: onnx.ModelProto) -> dict[str, int]:
     Returns:
         Name to the number of rows of the smallest table, of those that it indexes as it is where there is one; 0 where it is not known.
     """
-    return _Walk(lambda node: True).limits(model) | id_limits(model)
+    return _Walk(lambda node: _cast_to(node) not in _FLOATS).through(model).found | id_limits(model)
+
+
+def special_ids(model: onnx.ModelProto) -> dict[str, set[int]]:
+    """Find the numbers that a graph compares ids with: what is padding, and where a text ends.
+
+    Args:
+        model: not modified.
+
+    Returns:
+        Name of an input that holds integers to the numbers.
+    """
+    return _Walk(_moves_ids).through(model).special
+
+
+def _moves_ids(node: onnx.NodeProto) -> bool:
+    return node.op_type in _MOVES and node.op_type != "GatherND"
+
+
+def _cast_to(node: onnx.NodeProto) -> int | None:
+    return next((one.i for one in node.attribute if node.op_type == "Cast" and one.name == "to"), None)
 
 
 @dataclass
@@ -82,23 +108,25 @@ class _Walk:
         carries: whether ids come through an operator.
         sizes: of constants; None where they are not known.
         declared: of other values, as far as the file says them; 0 is an open one.
-        numbers: what constants of one element hold.
+        numbers: what constants of few elements hold.
         ids: value to the inputs whose integers it holds.
         found: input to the rows of the smallest table that it indexes.
+        special: input to the numbers that it is compared with.
     """
 
     carries: Callable[[onnx.NodeProto], bool]
     sizes: dict[str, Sequence[int] | None] = field(default_factory=dict)
     declared: dict[str, Sequence[int]] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ids: dict[str, set[str]] = field(default_factory=dict)
     found: dict[str, int] = field(default_factory=dict)
+    special: dict[str, set[int]] = field(default_factory=dict)
 
-    def limits(self, model: onnx.ModelProto) -> dict[str, int]:
+    def through(self, model: onnx.ModelProto) -> _Walk:
         graph = inlined(model).graph if model.functions else model.graph
         self.ids = {value.name: {value.name} for value in graph.input if value.type.tensor_type.elem_type not in _FLOATS}
         self._through(graph)
-        return self.found
+        return self
 
     def _through(self, graph: onnx.GraphProto) -> None:
         self.sizes |= {tensor.name: tensor.dims for tensor in graph.initializer}
@@ -115,12 +143,14 @@ class _Walk:
             for ids, table in _INDEXED.get(f"{node.domain}::{node.op_type}", _INDEXED.get(node.op_type, ())):
                 if len(node.input) > max(ids, table) and node.input[table]:
                     self._index(self.ids.get(node.input[ids], set()), self._rows(node, node.input[ids], node.input[table]))
+            if node.op_type in _COMPARED:
+                self._compare([name for name in node.input if name])
             self._pass(node)
 
     def _rows(self, node: onnx.NodeProto, ids: str, table: str) -> int:
         """How many rows a table has; 0 where it is not known, or where one id says where all that are read begin."""
         if node.op_type == "OneHot":
-            return self.numbers.get(table, 0)
+            return next(iter(self.numbers.get(table, ())), 0)
         if node.op_type == "RotaryEmbedding" and len(self.declared.get(ids, ())) == 1:
             return 0
         size = self.sizes.get(table) or self.declared.get(table)
@@ -132,23 +162,32 @@ class _Walk:
         for name in names:
             self.found[name] = min(self.found.get(name) or rows, rows or self.found.get(name, 0))
 
+    def _compare(self, names: Sequence[str]) -> None:
+        for one in set().union(*(self.ids.get(name, set()) for name in names)):
+            self.special.setdefault(one, set()).update(number for name in names for number in self.numbers.get(name, ()))
+
     def _pass(self, node: onnx.NodeProto) -> None:
         """Say what the outputs of a node are: constants, or values that hold ids."""
+        data = [node.input[at] for at in DATA_INPUTS.get(node.op_type, range(len(node.input))) if at < len(node.input)]
+        if node.op_type in ("Constant", "ConstantOfShape"):
+            self.numbers |= _numbers((node.output[0], one.t) for one in node.attribute if one.HasField("t"))
+        elif _moves_ids(node) and data and all(name in self.numbers for name in data):
+            self.numbers |= dict.fromkeys(node.output, tuple(number for name in data for number in self.numbers[name]))
         if all(name in self.sizes for name in node.input if name) and not any(one.HasField("g") for one in node.attribute):
             self.sizes |= dict.fromkeys(node.output, _size(node, [self.sizes[name] for name in node.input if name]))
-            self.numbers |= _numbers((node.output[0], one.t) for one in node.attribute if node.op_type == "Constant" and one.HasField("t"))
-            return
-        to = next((one.i for one in node.attribute if node.op_type == "Cast" and one.name == "to"), None)
-        if self.carries(node) and to not in _FLOATS:
-            data = [node.input[at] for at in DATA_INPUTS.get(node.op_type, range(len(node.input))) if at < len(node.input)]
+        elif self.carries(node):
             self.ids |= {name: set().union(*(self.ids.get(one, set()) for one in data)) for name in node.output}
 
 
-def _numbers(named: Iterable[tuple[str, onnx.TensorProto]]) -> dict[str, int]:
-    """What tensors of one integer hold."""
-    lone = [(name, one) for name, one in named if math.prod(one.dims) == 1 and one.data_type not in _FLOATS and not one.external_data]
-    arrays = {name: onnx.numpy_helper.to_array(one) for name, one in lone}
-    return {name: int(one.item()) for name, one in arrays.items() if one.dtype.kind in "iu"}
+def _numbers(named: Iterable[tuple[str, onnx.TensorProto]]) -> dict[str, tuple[int, ...]]:
+    """What tensors of few integers hold; an integer may be stored as a float."""
+    few = [(name, one) for name, one in named if 0 < math.prod(one.dims) <= _MOST_NUMBERS and not one.external_data]
+    arrays = {name: onnx.numpy_helper.to_array(one) for name, one in few}
+    return {
+        name: tuple(int(number) for number in one.ravel())
+        for name, one in arrays.items()
+        if one.dtype.kind in "iu" or (one.dtype.kind == "f" and bool((np.isfinite(one) & (one == np.rint(one))).all()))
+    }
 
 
 def _size(node: onnx.NodeProto, given: Sequence[Sequence[int] | None]) -> Sequence[int] | None:

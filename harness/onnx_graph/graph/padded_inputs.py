@@ -1,8 +1,8 @@
-"""Masks as batches have them: rows padded on the left, on the right, and a row that is padding alone."""
+"""Rows as batches have them: padded on the left, on the right, padding alone; and the ids that a graph knows as special."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,30 @@ from harness.onnx_graph.graph.run_session import GraphRefused, Session, arrays_o
 _PADS = 2
 
 
-def padded_inputs(first: Mapping[str, np.ndarray]) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+def special_inputs(first: Mapping[str, np.ndarray], special: Mapping[str, Collection[int]]) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Put each id that a graph knows as special where padding and the ends of texts stand: first and last of the rows, in turn.
+
+    Args:
+        first: inputs as they were drawn.
+        special: name of an input to the ids.
+
+    Yields:
+        Name of the input, the id, and name to array.
+    """
+    for name, numbers in special.items():
+        for number in sorted(numbers):
+            for at in range(_PADS):
+                yield name, number, {**first, name: _with(first[name], number, at)}
+
+
+def padded_inputs(
+    first: Mapping[str, np.ndarray], special: Mapping[str, Collection[int]] | None = None
+) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
     """Pad the rows of all masks, each at the left and each at the right, and leave every second one empty.
 
     Args:
         first: inputs whose masks are ones; what is no mask stays.
+        special: name of an input to ids which the padded places hold, too, one after the other.
 
     Yields:
         What was done, in words, and name to array; nothing where no mask has a row.
@@ -27,6 +46,13 @@ def padded_inputs(first: Mapping[str, np.ndarray]) -> Iterator[tuple[str, dict[s
         padded = {name: _padded(one, at) for name, one in masks.items()}
         if any(not np.array_equal(one, masks[name]) for name, one in padded.items()):
             yield f"where {words}", {**first, **padded}
+            for name, number in ((name, number) for name, numbers in (special or {}).items() for number in sorted(numbers)):
+                yield f"where {words} and {name} is {number} there", {**first, **padded, name: _with(first[name], number, at)}
+
+
+def _with(ids: np.ndarray, number: int, at: int) -> np.ndarray:
+    padded = _padded(np.ones_like(ids), at if ids.shape[-1] > 1 else _PADS) == 0
+    return np.where(padded, np.asarray(number, ids.dtype), ids)
 
 
 def _padded(ones: np.ndarray, at: int) -> np.ndarray:

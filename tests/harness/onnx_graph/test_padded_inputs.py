@@ -12,7 +12,8 @@ from onnx import numpy_helper, parser
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.nodes import NumericEqual
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
-from harness.onnx_graph.graph.padded_inputs import padded_inputs
+from harness.onnx_graph.graph.indexed_tables import special_ids
+from harness.onnx_graph.graph.padded_inputs import padded_inputs, special_inputs
 
 SIZES = ["B, S", "2, 7", "1, 7"]
 
@@ -99,3 +100,45 @@ def test_masks_are_padded_at_both_ends_and_rows_are_empty_and_flags_stay() -> No
     assert [one["mask"].tolist() for one in found] == [[left, right, left], [right, left, right], [[0] * 5, whole, [0] * 5]]
     assert all(one[name] is first[name] for one in found for name in ("use_cache", "ids"))
     assert not list(padded_inputs({name: first[name] for name in ("use_cache", "ids")}))
+
+
+def _marked(special: int, how: str = "") -> onnx.ModelProto:
+    """Rows of a large table, and where an id is special, their negatives."""
+    table = np.random.default_rng(0).normal(size=(30_000, 4)).astype(np.float32)
+    as_it_is = "k = Identity(special)"
+    text = f"g = Gather(table, input_ids) {how or as_it_is} e = Equal(input_ids, k) u = Unsqueeze(e, last) n = Neg(g) y = Where(u, n, g)"
+    return _parsed("int64[B, S] input_ids", "float[B, S, 4] y", text, table=table, special=special, last=[2])
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "",
+        "s = Shape(input_ids) k = ConstantOfShape<value = int64[1] {29000}>(s)",
+        "s = Shape(input_ids) k = Expand(special, s)",
+        "f = Cast<to = 1>(special) k = Cast<to = 7>(f)",
+    ],
+)
+def test_an_id_that_either_graph_compares_with_is_drawn_from_any_vocabulary(how: str) -> None:
+    sound, blind = _marked(29_000, how), _marked(-5)
+    assert special_ids(sound) == {"input_ids": {29_000}}
+    for pair in ((sound, blind), (blind, sound), (sound, _marked(28_999))):
+        assert NumericEqual().check(*pair).holding is Holding.VIOLATED
+    assert NumericEqual().check(sound, _marked(29_000)).holds
+
+
+def test_a_special_id_is_seen_where_masks_hide_it_and_where_it_pads_alone() -> None:
+    first = {"ids": np.full((2, 5), 3), "mask": np.ones((2, 5), np.int64)}
+    whole = [inputs["ids"].tolist() for _, _, inputs in special_inputs(first, {"ids": [9]})]
+    assert whole == [[[9, 9, 3, 3, 3], [3, 3, 3, 9, 9]], [[3, 3, 3, 9, 9], [9, 9, 3, 3, 3]]]
+    hidden = [inputs for where, inputs in padded_inputs(first, {"ids": [9]}) if "ids is 9 there" in where]
+    assert len(hidden) == 3 and all(((one["mask"] == 0) == (one["ids"] == 9)).all() for one in hidden)
+    assert special_ids(_parsed("int64[2, 5] ids, float[2, 5] x", "bool[2, 5] y", "y = Equal(ids, ids)")) == {"ids": set()}
+
+
+def test_every_value_of_eight_bits_is_drawn() -> None:
+    sound, damaged = (
+        _parsed("uint8[64, 64] pixels", "float[64, 64] y", "f = Cast<to = 1>(pixels) y = Min(f, most)", most=np.float32(most))
+        for most in (255, 250)
+    )
+    assert NumericEqual().check(sound, damaged).holding is Holding.VIOLATED
