@@ -49,9 +49,12 @@ _Write = Callable[[Mapping[str, Tensor], Path, Mapping[str, str]], None]
 RECORD_FILE = "compression.json"
 # What a tokenizer or processor may read; never Python files, which _copy_code treats apart.
 _TOKENIZER_PATTERNS = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt"),
-    *("*.model", "*.tiktoken", "tekken.json", "chat_template*", "*processor_config.json"),
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*.json", "vocab.txt", "vocab.bpe", "merges.txt"),
+    *("*.model", "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates", "*processor_config.json"),
+    *("*.spm", "*.codes", "*.tokenizer", "dict.txt", "normalizer.json", "emoji.json", "byte_maps.json", "word_*.json"),
 )
+# What sentence-transformers reads beside the model, and what whoever passes the model on has to pass on, too.
+_OTHER_PATTERNS = ("modules.json", "*sentence*.json", "[0-9]_*", "LICENSE*", "NOTICE*")
 _REMOTE_CODE_PACKAGE = "transformers_modules."  # where transformers puts code that trust_remote_code let in
 
 
@@ -396,8 +399,11 @@ def _read_back(folder: Path, wanted: Mapping[str, Any]) -> None:
 
 
 def _write_tokenizer(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source_dir: Path | None) -> None:
-    paths = [] if source_dir is None else sorted({path for pattern in _TOKENIZER_PATTERNS for path in source_dir.glob(pattern)})
-    for path in paths:
+    paths, others = (
+        [] if source_dir is None else sorted({path for pattern in patterns for path in source_dir.glob(pattern)})
+        for patterns in (_TOKENIZER_PATTERNS, _OTHER_PATTERNS)
+    )
+    for path in (*paths, *others):
         if path.is_dir():
             shutil.copytree(path, folder / path.name)
         elif path.suffix != ".py":

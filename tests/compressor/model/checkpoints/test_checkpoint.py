@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -48,6 +50,20 @@ def test_the_folder_holds_what_a_loader_needs_and_no_more(compressed, source_dir
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, (
         "weights that only their owner reads cannot be served by another user"
     )
+
+
+def test_files_of_every_tokenizer_of_templates_and_of_sentence_transformers_are_copied(compressed, source_dir, tmp_path):
+    model, schemes = compressed
+    declared = re.compile(r"VOCAB_FILES_NAMES\s*=\s*\{(.*?)\}", re.DOTALL)
+    texts = (path.read_text() for path in Path(transformers.models.__file__).parent.glob("*/tokenization_*.py"))
+    names = {name for text in texts for block in declared.findall(text) for name in re.findall(r':\s*"([^"]+)"', block)}
+    assert {"source.spm", "vocab.json", "bpe.codes"} < names
+    names |= {"additional_chat_templates/tool_use.jinja", "modules.json", "sentence_bert_config.json", "1_Pooling/config.json", "LICENSE"}
+    for name in sorted(names):
+        (source_dir / name).parent.mkdir(exist_ok=True)
+        (source_dir / name).write_text(name)
+    folder = save_checkpoint(model, tmp_path / "out", source_dir=source_dir, schemes=schemes, record={})
+    assert {name for name in names if not (folder / name).is_file() or (folder / name).read_text() != name} == set()
 
 
 def test_equal_input_gives_equal_bytes(make_model, quantize_linears, source_dir, make_tokenizer, tmp_path):
