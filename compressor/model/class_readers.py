@@ -425,7 +425,9 @@ def check_tied_config(model: nn.Module, names: Collection[str]) -> None:
 
     if not isinstance(model, PreTrainedModel) or not getattr(text_config(model.config), "tie_word_embeddings", False):
         return
-    ends = [part for part in ends_of(model) if part is not None]
+    ends = ends_of(model)
+    if None in ends:  # without a head nothing is tied, whatever the config says
+        return
     torn = next((name for name, module in model.named_modules() if name in names and any(module is end for end in ends)), None)
     if torn is not None:
         raise SchemeError(

@@ -157,16 +157,24 @@ class Expert(nn.Module):
             [N, C], not yet weighted.
         """
 
+        layer: UnfusedExperts = self.__dict__["_layer"]
+
         def project(name: str, x: Tensor) -> Tensor:
             projection = self.get_submodule(name)
             x = x if own_N1 is None else torch.where(own_N1, x, torch.zeros_like(x))
+            by_token = layer.reads_tokens_alone and _has_scales_by_token(projection)
+            x = x.unsqueeze(0) if by_token else x  # of [N, C] compressed-tensors takes one scale for all rows, of a sequence one for each
             output: Tensor = projection(x) if with_hooks else unwatched_forward(projection, x)
-            return output
+            return output.squeeze(0) if by_token else output
 
-        layer: UnfusedExperts = self.__dict__["_layer"]
         layout = layer.layout
         first = [project(name, x_NC) for name in layout.sources[layout.fused_first]]
         return layer.normed(project(layout.down, layer.gated(first)))
+
+
+def _has_scales_by_token(projection: nn.Module) -> bool:
+    inputs = getattr(getattr(projection, "scheme", None), "input_activations", None)
+    return inputs is not None and inputs.strategy == "token"
 
 
 class UnfusedExperts(nn.Module):
@@ -176,8 +184,10 @@ class UnfusedExperts(nn.Module):
         layout: of the fused module.
         fused_class: class of the fused module, whose gate is used.
         calibrate_all: show all tokens to the hooks of every expert; the output stays that of the routed tokens.
+        reads_tokens_alone: each token has a scale of its own where inputs have scales by token.
     """
 
+    reads_tokens_alone = True
     config: Any
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
@@ -317,8 +327,11 @@ class UnfusedExperts(nn.Module):
 class SortedExperts(UnfusedExperts):
     """Stands where a module stood that is handed one weighted copy of all tokens for each expert, one after the other, as in Llama 4.
 
-    A row of zeros is a token that is not sent to the expert; without biases it comes out as zeros, and so it is left out.
+    A row of zeros is a token that is not sent to the expert; without biases it comes out as zeros, and so it is left out. transformers has
+    single experts in its place, too, and hands each its rows as [N, C], of which compressed-tensors takes one scale: so does this.
     """
+
+    reads_tokens_alone = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Send to each expert its tokens.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from compressor.model.experts.unfuse import DiskNames, disk_names, layout_of, weight_converters
 from compressor.model.folder import some
-from compressor.nn.experts import UnfusedExperts, fused_weights
+from compressor.nn.experts import SortedExperts, UnfusedExperts, fused_weights
 from compressor.numerics.scheme import QuantizationScheme
 
 _OTHERS = "harness validate and compressor.load_compressed read it"
@@ -223,7 +223,9 @@ def _splits(entry: Any, state: Mapping[str, Tensor]) -> bool:
 
 
 def _quantized_experts(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> dict[str, UnfusedExperts]:
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, UnfusedExperts)}
+    """Layers that transformers keeps fused while it loads; in place of Llama 4's it puts single experts, which load as other layers do."""
+    modules = ((name, module) for name, module in model.named_modules() if not isinstance(module, SortedExperts))
+    layers = {name: module for name, module in modules if isinstance(module, UnfusedExperts)}
     used = {_owner(name, layers) for name in schemes}
     return {name: layer for name, layer in layers.items() if name in used}
 

@@ -197,3 +197,14 @@ def test_weights_of_several_dtypes_are_said_before_the_run(recipe: dict[str, Any
     assert not torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(result.model))
     for plain in (model_of("Llama").bfloat16(), model_of("Llama")):
         assert not any("the one dtype" in note for note in oneshot(plain, recipe=recipe).report.notes)
+
+
+def test_an_embedding_without_a_head_is_tied_to_nothing_whatever_the_config_says(tmp_path: Path) -> None:
+    model = tiny.bert()
+    assert model.config.tie_word_embeddings
+    rounded = {"targets": ["re:.*word_embeddings$"], "weights": {"num_bits": 8, "strategy": "channel"}}
+    recipe = {"quant_stage": {"quant_modifiers": {"QuantizationModifier": {"config_groups": {"g": rounded}}}}}
+    oneshot(model, recipe=recipe, output_dir=tmp_path / "out")
+    with torch.no_grad(), quiet_transformers():
+        again = type(model).from_pretrained(tmp_path / "out")
+        assert torch.equal(again(TOKENS)[0], model(TOKENS)[0])
