@@ -140,7 +140,11 @@ def scales_fit(subject: Solver, context: CheckContext) -> str:
     unit = subject.group_size or columns
     weight = decisive((unit, columns), (1, unit), torch.Generator().manual_seed(0))
     weight[-1, -1] = 2.0  # the one that decides where a whole weight has one scale
-    _hold_fit(subject, weight.to(torch.float32), one.hessian, f"a column that decides, {unit} x {columns}")
+    weight = weight.to(torch.float32)
+    _hold_fit(subject, weight, one.hessian, f"a column that decides, {unit} x {columns}")
+    if subject.dead_value is None:  # dead columns are rounded, so they need codes as others do
+        is_alive = torch.arange(columns) % 4 == 1
+        _hold_fit(subject, weight, one.hessian * is_alive * is_alive[:, None], f"a dead column that decides, {unit} x {columns}")
     return "groups of 4 magnitudes, and each column"
 
 

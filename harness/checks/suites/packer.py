@@ -124,6 +124,10 @@ def _hold_dense(subject: Packer, codes: Tensor, packed: Tensor) -> None:
     words = -(-length * subject.bits // (packed.dtype.itemsize * 8))
     if packed.shape[subject.packed_dim] != words:
         raise CheckFailed(f"{length} codes of {subject.bits} bits take {packed.shape[subject.packed_dim]} words, {words} are enough")
+    expected = list(codes.shape)
+    expected[subject.packed_dim] = words
+    if list(packed.shape) != expected:
+        raise CheckFailed(f"codes of {list(codes.shape)} pack to words of {list(packed.shape)}, not {expected}")
 
 
 def _ordinary_shapes(subject: Packer) -> list[tuple[int, ...]]:

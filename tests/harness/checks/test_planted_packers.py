@@ -42,6 +42,13 @@ class Backwards(OurPacker):
         return found.flip(0) if len(shape) == 1 else found
 
 
+class OfTwoDimensions(OurPacker):
+    """Codes of one dimension become words of two."""
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return super().pack(codes)[None] if codes.dim() == 1 else super().pack(codes)
+
+
 class Saturating(OurFp4Packer):
     """What lies far beyond 6 becomes 6."""
 
@@ -85,6 +92,7 @@ WRONG: dict[str, tuple[OurPacker | OurFp4Packer, str, str]] = {
     ),
     "a slice of words": (LooksAtWords(4), "packer.dense", "of words unpacks to other codes than its copy"),
     "backwards": (Backwards(4), "packer.layout", "[2]: a code does not lie in its place"),
+    "another rank": (OfTwoDimensions(4), "packer.dense", "pack to words of [1, "),
     "far beyond": (Looks(lambda x: torch.where(x.abs() > 15, x * 0, x)), "packer.refuses_unfit", "127 at "),
     "wrapped around": (Looks(lambda x: torch.where((x > 20) & (x < 30), x - 16, x)), "packer.refuses_unfit", "23 at "),
     "the last row": (Looks(clamped(lambda x: x[-1:] if x.dim() > 1 else x[:0])), "packer.refuses_unfit", "8 at [2, "),
