@@ -255,10 +255,11 @@ def claims(subject: Subject) -> str:
     except CheckpointError as error:
         raise Violation("left behind", f"the result could not be saved: {error}; {advice}") from error
     others = dict(run.model.named_parameters(remove_duplicate=False))
-    free = {id(tensor) for name, tensor in held.items() if any(name.startswith(f"{one}.") for one in claimed)}  # under any of its names
+    may_go = run.state.claims.keys() if subject.trains else claimed  # what is touched changes in place, where an optimizer holds it
+    free = {id(tensor) for name, tensor in held.items() if any(name.startswith(f"{one}.") for one in may_go)}  # under any of its names
     if exchanged := [name for name, tensor in held.items() if others.get(name) is not tensor and id(tensor) not in free]:
         text = f"{exchanged[0]}: another parameter stands here, or none, while ties and an optimizer keep the old one"
-        raise Violation("left behind", f"{text}; write into it with copy_, or {advice}")
+        raise Violation("left behind", f"{text}; write into it with copy_, or claim the module with state.claim(names, self.label)")
     now = _unsaved(run.model)
     changed = [name for name in unsaved if now.get(name, unsaved[name]) != unsaved[name] and name.rpartition(".")[0] not in claimed]
     if changed and (changed := sorted(set(changed) - _changed_by_forwards(subject))):

@@ -84,6 +84,16 @@ class MovesAWeight(Watches):
         state.model.get_submodule("lm_head").get_parameter("weight").data.mul_(0.5)
 
 
+class ExchangesATouchedWeight(Watches):
+    def on_initialize(self, state: State) -> bool:
+        state.touch(["lm_head"])
+        return True
+
+    def on_start(self, state: State, event: Event) -> None:
+        head = state.model.get_submodule("lm_head")
+        head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
+
+
 class FreezesAWeight(Watches):
     def on_end(self, state: State, event: Event) -> None:
         state.model.get_submodule("lm_head").requires_grad_(not event.index)
@@ -103,6 +113,10 @@ WRONG: dict[type[Modifier], tuple[str, str]] = {
     DoublesBesideACalibration: ("hooks_watch", "the output of norm"),
     KeepsItsHooks: ("nothing_left", "1 hooks are on the model after on_end"),
     MovesAWeight: ("claims", "lm_head.weight"),
+    ExchangesATouchedWeight: (
+        "claims",
+        "lm_head.weight: another parameter stands here, or none, while ties and an optimizer keep the old one",
+    ),
     FreezesAWeight: ("surroundings", "requires_grad"),
 }
 
