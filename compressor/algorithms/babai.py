@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from compressor.algorithms.compiled import SCALE_DTYPES, RoundingKernel, compiled_kernel
-from compressor.errors import NumericsError
+from compressor.errors import NumericsError, UserInputError
 from compressor.numerics.formats import rounding
 from compressor.numerics.scheme import QuantizationArgs
 
@@ -201,10 +201,16 @@ def rounding_kernel(device: torch.device | str) -> RoundingKernel | None:
 
     Returns:
         None where COMPRESSOR_KERNEL=off, on devices for which there is none, or where it cannot be built.
+
+    Raises:
+        UserInputError: COMPRESSOR_KERNEL is something else.
     """
+    chosen = os.environ.get(SWITCH, "")
+    if chosen not in ("", "on", "off"):
+        raise UserInputError(f"{SWITCH}: {chosen!r} means nothing; choose from on, off, or leave it unset")
     kinds = {"cpu": compiled_kernel, "cuda": _triton_kernel}
     kind = torch.device(device).type
-    return kinds[kind]() if kind in kinds and os.environ.get(SWITCH) != "off" else None
+    return kinds[kind]() if kind in kinds and chosen != "off" else None
 
 
 @cache

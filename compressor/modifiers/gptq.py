@@ -72,7 +72,7 @@ class GPTQModifier(SchemeModifier):
         share_inputs: accumulate one Hessian for modules that read the same tensor.
         target: what the outputs of a module should be: those of the module as it was, on the inputs that the compressed model gives
             (`propagated`), or on those of the uncompressed model (`base`), which then runs beside the other. By default `base` where layers
-            run once and a weight of at most 4 bits has something to gain.
+            run once and one of the modifier's weights has at most 4 bits: then the others have it for nothing.
         alpha: how far towards `base` weights are moved before they are rounded.
         preserve_sparsity_mask: weights that are zero stay zero; by default those of modules that a modifier before it prunes, or of which
             5 % or more are zero already.
@@ -126,7 +126,7 @@ class GPTQModifier(SchemeModifier):
 
     @property
     def base_stream(self) -> BaseStream:
-        """`required` with `target="base"`; left to us, wanted for weights of at most 4 bits."""
+        """`required` with `target="base"`; left to us, wanted where one of the weights has at most 4 bits."""
         return self.base_stream_for(self._schemes.values())
 
     def base_stream_for(self, schemes: Iterable[QuantizationScheme]) -> BaseStream:

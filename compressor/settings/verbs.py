@@ -78,7 +78,7 @@ class RecipeSettings(Settings):
     """What a recipe is made of."""
 
     recipe_args: Annotated[RecipeArgs | None, Option("--recipe-arg", metavar="NAME=VALUE", read=_key_value, repeats=True)] = None
-    """Value for `${NAME}` in the recipe; in Python a mapping, or texts `name=value`."""
+    """Value for `${NAME}` in the recipe; a text, number or truth value; in Python a mapping, or texts `name=value`."""
 
 
 class TracingSettings(Settings):

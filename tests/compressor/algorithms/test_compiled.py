@@ -13,6 +13,7 @@ import torch
 from compressor.algorithms import babai, compiled
 from compressor.algorithms.babai import Factor, Grid, GridColumns, rounding_kernel, search_scales, solve_r_form
 from compressor.algorithms.compiled import RoundingKernel
+from compressor.errors import UserInputError
 from compressor.numerics import QuantizationArgs, weight_qparams
 
 SIZE = 32
@@ -122,6 +123,12 @@ ASK = "from compressor.algorithms.babai import rounding_kernel; print(rounding_k
 def test_what_cannot_be_built_runs_in_torch(change: dict[str, str], repo_root: Path) -> None:
     ran = subprocess.run([sys.executable, "-c", ASK], env={**os.environ, **change}, capture_output=True, text=True, cwd=repo_root)
     assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
+
+
+def test_a_switch_that_means_nothing_is_no_silent_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPRESSOR_KERNEL", "OFF")
+    with pytest.raises(UserInputError, match="COMPRESSOR_KERNEL: 'OFF' means nothing; choose from on, off"):
+        rounding_kernel("cpu")
 
 
 def test_a_cache_that_others_may_write_to_is_not_trusted(kernel: RoundingKernel, tmp_path: Path, repo_root: Path) -> None:
