@@ -18,7 +18,8 @@ EntryPath = tuple[Key, ...]
 
 MAX_ENTRIES = 100_000  # YAML aliases can make a small text expand to any size
 
-_FLOAT_TAG, _MERGE_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:merge"
+_TAG = "tag:yaml.org,2002:"
+_FLOAT_TAG, _MERGE_TAG, _TEXT_TAG = f"{_TAG}float", f"{_TAG}merge", f"{_TAG}str"
 _EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 
 
@@ -34,12 +35,13 @@ for _resolver in (YamlLoader, YamlDumper):
     _resolver.add_implicit_resolver(_FLOAT_TAG, _EXPONENT_FLOAT, list("-+.0123456789"))
 
 
-def from_yaml(text: str, name: str) -> tuple[Any, dict[EntryPath, int]]:
+def from_yaml(text: str, name: str, *, text_keys: bool = False) -> tuple[Any, dict[EntryPath, int]]:
     """Read YAML that somebody else wrote.
 
     Args:
         text: one document.
         name: what messages call it.
+        text_keys: a key that YAML reads as something else (`no` as a truth value) is an error.
 
     Returns:
         The data, None for an empty text; and the line of each entry by its path.
@@ -51,6 +53,8 @@ def from_yaml(text: str, name: str) -> tuple[Any, dict[EntryPath, int]]:
         loader = YamlLoader(text)
         node = loader.get_single_node()
         lines = _lines(node, name)
+        if text_keys:
+            _check_keys(node, name)
         return None if node is None else loader.construct_document(node), lines
     except RecursionError as error:
         raise UserInputError(f"{name}: its entries are nested too deeply to be read; flatten it") from error
@@ -68,6 +72,16 @@ def _lines(node: yaml.Node | None, name: str) -> dict[EntryPath, int]:
     lines: dict[EntryPath, int] = {}
     _walk(node, (), lines, name, open_nodes=())
     return lines
+
+
+def _check_keys(node: yaml.Node | None, name: str) -> None:
+    """Refuse keys that are written without quotes and read as truth values, numbers, days or nothing."""
+    for _, mark_node, child in _children(node):
+        kind = mark_node.tag.removeprefix(_TAG)
+        if isinstance(node, yaml.MappingNode) and isinstance(mark_node, yaml.ScalarNode) and mark_node.tag != _TEXT_TAG:
+            key = mark_node.value
+            raise UserInputError(f'{name}:{mark_node.start_mark.line + 1}: {key}: is no text, YAML reads it as {kind}; write "{key}"')
+        _check_keys(child, name)
 
 
 def _walk(node: yaml.Node | None, path: EntryPath, lines: dict[EntryPath, int], name: str, open_nodes: tuple[int, ...]) -> None:

@@ -63,7 +63,7 @@ def read_settings(path: Path, kind: type[Settings], word: str) -> Settings:
         raise UserInputError(f"{path}: cannot be read ({error.strerror}); name a YAML file") from error
     except UnicodeDecodeError as error:
         raise UserInputError(f"{path}: byte {error.start} is not UTF-8 text; save it as UTF-8") from error
-    data, lines = from_yaml(text, str(path))
+    data, lines = from_yaml(text, str(path), text_keys=True)
     if not isinstance(data, dict | None):
         raise UserInputError(f"{path}:1: holds no mapping; write one `{word}: value` a line")
     try:

@@ -122,8 +122,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{folder}: no config.json was found; give the folder that holds config.json and the safetensors files")
     config = read_json(path)
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        _check_sizes(path, part)
+    check_sizes(path, config)
     return config
 
 
@@ -176,12 +175,21 @@ def is_there(path: Path) -> bool:
         return False
 
 
-def _check_sizes(path: Path, config: Mapping[str, Any]) -> None:
-    """Refuse sizes that no model has, before something is built of them: a thousand million layers would never end."""
-    for name, (least, most) in _SIZES.items():
-        value = config.get(name)
-        if isinstance(value, int | float) and not least <= value <= most:
-            raise ModelError(f"{path}: {name}={value} is not between {least} and {most:,}; restore the file")
+def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, before something is built of them: a thousand million layers would never end.
+
+    Args:
+        path: of config.json, for the error.
+        config: what it holds.
+
+    Raises:
+        ModelError: a size, or one of a part (`text_config`), is beyond all models.
+    """
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, (least, most) in _SIZES.items():
+            value = part.get(name)
+            if isinstance(value, int | float) and not least <= value <= most:
+                raise ModelError(f"{path}: {name}={value} is not between {least} and {most:,}; restore the file")
 
 
 def check_not_quantized(config: Mapping[str, Any], where: str) -> None:

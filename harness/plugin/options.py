@@ -161,3 +161,16 @@ def check_options(config: pytest.Config) -> None:
     profile = setting(config, "profile")
     if profile and profile not in PROFILES:
         raise pytest.UsageError(f"harness_profile={profile}: does not exist; use one of {', '.join(PROFILES)}")
+    device = setting(config, "device")
+    if device not in ("", "auto", "cpu", "cuda") and not _is_device(device):
+        raise pytest.UsageError(f"--harness-device={device}: torch knows no such device; say auto, cpu, cuda or cuda:1")
+
+
+def _is_device(name: str) -> bool:
+    import torch  # which most runs name no device for
+
+    try:
+        torch.device(name)
+    except RuntimeError:
+        return False
+    return True

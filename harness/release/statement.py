@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Container, Mapping, Sequence
 from datetime import date
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +23,7 @@ from harness.release.report import ReleaseReport
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome, Verdict
 from harness.settings_file import not_allowed
+from harness.validation.format.files import TOKENIZER, TOKENIZER_FILES
 
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
@@ -30,6 +32,7 @@ FILES = Claim("statement.files", "Every file is the one that was signed off, and
 RESULT = Claim("statement.result", "The sign-off passed, and no waiver that it took has ended")
 
 _RESULTS = {Verdict.PASS: "PASSED", Verdict.REGRESSION: "FAILED", Verdict.INCONCLUSIVE: "WARNED"}
+_Name = Annotated[str, Field(pattern=r"\S")]
 _FROZEN = ConfigDict(frozen=True)  # unknown fields are passed over, as in-toto asks
 
 
@@ -44,7 +47,7 @@ class Resource(BaseModel):
     """A file or another thing with a digest."""
 
     model_config = _FROZEN
-    name: str
+    name: _Name
     digest: Digest
 
 
@@ -54,20 +57,20 @@ class Predicate(BaseModel):
     model_config = _FROZEN
     result: Literal["PASSED", "WARNED", "FAILED"]
     configuration: tuple[Resource, ...]
-    passed: Annotated[tuple[str, ...], Field(alias="passedTests")] = ()
-    warned: Annotated[tuple[str, ...], Field(alias="warnedTests")] = ()
-    failed: Annotated[tuple[str, ...], Field(alias="failedTests")] = ()
+    passed: Annotated[tuple[_Name, ...], Field(alias="passedTests")] = ()
+    warned: Annotated[tuple[_Name, ...], Field(alias="warnedTests")] = ()
+    failed: Annotated[tuple[_Name, ...], Field(alias="failedTests")] = ()
     verdict: Verdict
     waivers: dict[str, Waiver] = Field(default_factory=dict)
-    versions: dict[str, str]
+    versions: Annotated[dict[_Name, _Name], Field(min_length=1)]
 
     @field_validator("configuration")
     @classmethod
     def _names_what_it_rests_on(cls, found: tuple[Resource, ...]) -> tuple[Resource, ...]:
         names = [one.name for one in found]
-        has_base = any(name.startswith("base/") for name in names)
-        if len(set(names)) < len(names) or not {"dataset", "policy"} < set(names) or not has_base:
-            raise ValueError("must name the files of the base (base/...), the dataset and the policy, each once")
+        has_weights = any(name.startswith("base/") and name.endswith(".safetensors") for name in names)
+        if len(set(names)) < len(names) or not {"dataset", "policy", "base/config.json"} < set(names) or not has_weights:
+            raise ValueError("must name base/config.json, the base's weights (base/*.safetensors), the dataset and the policy, each once")
         return found
 
     @model_validator(mode="after")
@@ -104,6 +107,19 @@ class Statement(BaseModel):
     subject: Annotated[tuple[Resource, ...], Field(min_length=1)]
     predicate_type: Annotated[Literal["https://in-toto.io/attestation/test-result/v0.1"], Field(alias="predicateType")]
     predicate: Predicate
+
+    @model_validator(mode="after")
+    def _names_the_tokenizer(self) -> Self:
+        """A checkpoint whose tokenizer equalled the base's has no file of it that the base lacks."""
+        rests_on = {one.name for one in self.predicate.configuration}
+        unnamed = sorted(one.name for one in self.subject if _is_of_tokenizer(one.name) and f"base/{one.name}" not in rests_on)
+        if unnamed and TOKENIZER.name in self.predicate.passed:
+            raise ValueError(f"says that the tokenizer is the base's, and configuration does not name base/{unnamed[0]}")
+        return self
+
+
+def _is_of_tokenizer(name: str) -> bool:
+    return any(name.count("/") == pattern.count("/") and fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
 
 
 def statement_of(report: ReleaseReport) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from compressor.data import CalibrationData, load_dataset_source, open_source
 from compressor.distributed.ranks import Ranks, joined
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.evaluation import check_dtypes_around
-from compressor.model.folder import resolve_folder
+from compressor.model.folder import resolve_folder, weight_files
 from compressor.model.loading.load import LoadedModel, load_model, resolve_device
 from compressor.numerics.precision import widened_products
 from compressor.progress import Progress, SilentProgress
@@ -194,7 +194,7 @@ def _records_of_files(
 ) -> tuple[list[CheckRecord], list[ModuleInspection], torch.nn.Module | None]:
     """Check what lies in the folders; return the records, what was found module by module, and the loaded checkpoint."""
     folder, digests = subject.compressed.folder, check_digests(subject.compressed)
-    records = [*check_files(subject), *check_record(folder, base_hashes, data_hash), digests]
+    records = [*check_files(subject), *check_record(folder, base_hashes, weight_files(subject.base.folder), data_hash), digests]
     records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
     records += check_serving(subject, server, policy)
     loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)

@@ -96,6 +96,7 @@ def save_again(folder: Path, target: Path) -> dict[str, bool]:
 def _from_pretrained(folder: Path, dequantize: bool, dtype: str) -> tuple[torch.nn.Module, Mapping[str, Any]]:
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+    read_config(folder)  # which refuses sizes of which no model could be built
     options: dict[str, Any] = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, output_loading_info=True, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True, **options

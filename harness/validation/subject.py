@@ -14,6 +14,8 @@ from typing import Any
 
 from compressor.errors import ModelError
 from compressor.json_text import from_json
+from compressor.model.folder import check_sizes
+from harness.validation.config_shape import misshapen
 from harness.validation.format.container import Checkpoint, read_checkpoint
 from harness.validation.format.experts import PrunedExperts
 from harness.validation.format.fused import with_single_experts
@@ -55,9 +57,8 @@ class Subject:
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
-        """The quantization_config of the compressed checkpoint, None where there is none."""
-        found = (self.config or {}).get("quantization_config")
-        return found if isinstance(found, Mapping) else None
+        """The quantization_config of the compressed checkpoint, None where there is none or it is not what its readers take it for."""
+        return None if self.config is None or misshapen(self.config) else self.config.get("quantization_config")
 
     @property
     def quantizes_weights(self) -> bool:
@@ -104,6 +105,8 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
     base_config, problem = _read_config(base_dir)
     if base_config is None:
         raise ModelError(f"{problem}; the base must be a Hugging Face model folder")
+    if fault := misshapen(base_config):
+        raise ModelError(f"{base_dir}: config.json: {fault}; restore the file")
     if "quantization_config" in base_config:
         raise ModelError(f"{base_dir}: the base is quantized itself; give the model that was compressed")
     base = read_checkpoint(base_dir, finished=False)
@@ -139,7 +142,13 @@ def _read_config(folder: Path, *, once: bool = False) -> tuple[dict[str, Any] | 
         config = from_json(path.read_text(encoding="utf-8"), once=once)
     except ValueError as error:
         return None, f"{path}: is not JSON: {error}"
-    return (config, None) if isinstance(config, dict) else (None, f"{path}: is no JSON object")
+    if not isinstance(config, dict):
+        return None, f"{path}: is no JSON object"
+    try:
+        check_sizes(path, config)
+    except ModelError as error:
+        return None, str(error)
+    return config, None
 
 
 def _pruned(record: Mapping[str, Any]) -> dict[str, bool]:
@@ -166,7 +175,8 @@ def _with_modules(subject: Subject, classes: Mapping[str, Sequence[str]]) -> Sub
         return subject
     config = subject.quantization_config
     if config is None:
-        return _with_problem(subject, "config.json holds no quantization_config: not a compressed checkpoint (--trained: a dense one)")
+        none = "config.json holds no quantization_config: not a compressed checkpoint (--trained: a dense one)"
+        return _with_problem(subject, f"config.json: {fault}" if (fault := misshapen(subject.config)) else none)
     try:
         groups = read_config_groups(config)
         ignore = tuple(config.get("ignore") or ())

@@ -41,6 +41,21 @@ def test_yaml_is_data_with_its_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("a:\n  b: 1\n  no: 2", r'^x:3: no: is no text, YAML reads it as bool; write "no"$'),
+        ("a: [{4: x}]", r'^x:1: 4: is no text, YAML reads it as int; write "4"$'),
+        ("~: x", r"^x:1: ~: is no text, YAML reads it as null"),
+    ],
+)
+def test_keys_may_have_to_be_texts(text: str, message: str) -> None:
+    assert from_yaml(text, "x")
+    with pytest.raises(UserInputError, match=message):
+        from_yaml(text, "x", text_keys=True)
+    assert from_yaml('"no": 1\nyes-man: {<<: {b: 2}}', "x", text_keys=True)[0] == {"no": 1, "yes-man": {"b": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
         ("a: !!python/object/apply:os.system [x]", r"^x:1: this is not safe YAML"),
         ("a: [", r"^x:1: this is not safe YAML"),
         ("a: " + "[" * 1_000, r"^x: its entries are nested too deeply"),

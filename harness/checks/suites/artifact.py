@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from compressor.model.checkpoints.load import load_compressed
+from compressor.model.folder import weight_files
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.protocols import Artifact
 from harness.reporting.record import CheckRecord
@@ -167,7 +168,8 @@ def against_base(subject: Artifact, context: CheckContext) -> str:
     """Run its checks of bytes and values; those that cannot tell (rows that are too short) are named and do not count."""
     del context
     folders = _subject(subject)
-    records = [*check_files(folders), *check_record(folders.compressed.folder, file_hashes(folders.base.folder), "")]
+    base = folders.base.folder
+    records = [*check_files(folders), *check_record(folders.compressed.folder, file_hashes(base), weight_files(base), "")]
     digests = check_digests(folders.compressed)
     records += [digests, check_quantization_config(folders.compressed.folder, folders.config)]
     records += [*_weights(folders, digests), check_sparsity(folders)]

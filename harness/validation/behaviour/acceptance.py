@@ -14,7 +14,7 @@ from harness.reporting.verdict import Outcome
 from harness.tolerance.bits import to_bytes
 from harness.validation.format.container import Checkpoint
 from harness.validation.format.online import online_groups, online_misfits
-from harness.validation.format.record import read_record
+from harness.validation.format.record import written_notes
 from harness.validation.loading import LOADER_ERRORS, LoadAttempt, first_line, load_compressed, load_with_our_reader
 from harness.validation.subject import Subject
 
@@ -60,14 +60,12 @@ def check_accepted(subject: Subject) -> CheckRecord:
 
 def _contradictions(config: Mapping[str, Any], compressed: Checkpoint) -> list[str]:
     """Entries that no loader reads twice, and that the groups or the tensors belie."""
-    groups = config.get("config_groups")
-    formats = {group.get("format") for group in groups.values() if isinstance(group, Mapping)} if isinstance(groups, Mapping) else set()
+    formats = {group.get("format") for group in (config.get("config_groups") or {}).values()}
     formats -= {"dense"}  # of attention, which stores no codes
     findings = []
     if len(formats) == 1 and (only := formats.pop()) and config.get("format") not in (None, "mixed-precision", only):
         findings.append(f"format is {config.get('format')!r}, and every group says {only!r}")
-    sparsity = config.get("sparsity_config")
-    sparse = sparsity.get("format") if isinstance(sparsity, Mapping) else None
+    sparse = (config.get("sparsity_config") or {}).get("format")
     if sparse not in (None, "dense") and not any(name.endswith((".bitmask", ".compressed")) for name in compressed.entries):
         findings.append(f"sparsity_config says {sparse!r}, and no tensor is stored so")
     return findings
@@ -119,7 +117,7 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
 
 def _announced(subject: Subject, attempt: LoadAttempt) -> str:
     """How transformers fares with this checkpoint, where the compressor wrote that down before it began; else empty."""
-    notes = " ".join(map(str, (read_record(subject.compressed.folder) or {}).get("notes") or []))
+    notes = " ".join(written_notes(subject.compressed.folder))
     if "will not load these experts" in notes:  # which it may fill at random without a word
         return "does not load it"
     if attempt.model is None:
@@ -131,10 +129,8 @@ def _announced(subject: Subject, attempt: LoadAttempt) -> str:
 
 
 def _is_weight_only(subject: Subject) -> bool:
-    groups = (subject.quantization_config or {}).get("config_groups")
-    return isinstance(groups, Mapping) and all(
-        isinstance(group, Mapping) and not group.get("input_activations") for group in groups.values()
-    )
+    groups = (subject.quantization_config or {}).get("config_groups") or {}
+    return bool(groups) and not any(group.get("input_activations") for group in groups.values())
 
 
 def _first(problems: list[str]) -> str:

@@ -31,6 +31,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _MAX_HEADER_BYTES = 100_000_000
+MISSHAPEN = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What reading JSON shows where an entry is of another kind, missing or beyond all numbers."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def read_checkpoint(folder: Path, *, finished: bool = True) -> Checkpoint:
         except OSError as error:  # a folder or a link to nowhere under that name
             checkpoint.problems.append(f"{path.name}: cannot be read ({error.strerror})")
             continue
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # the four ways in which a broken header shows
+        except MISSHAPEN as error:
             checkpoint.problems.append(f"{path.name}: {error}" if not str(error).startswith(path.name) else str(error))
             continue
         twice = sorted(entries.keys() & checkpoint.entries.keys())
@@ -172,22 +174,29 @@ def read_checkpoint(folder: Path, *, finished: bool = True) -> Checkpoint:
 def _index_files(path: Path) -> set[str]:
     """The shards that an index names; none where it cannot be read, which `_index_problems` then reports."""
     try:
-        return set(_json(path.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return set(_read_index(path)[0].values())
+    except MISSHAPEN:
         return set()
+
+
+def _read_index(path: Path) -> tuple[dict[str, Any], Any]:
+    """The file of each tensor, and what the index says of their size, None where it says nothing."""
+    index = _json(path.read_bytes())
+    metadata = index.get("metadata", {})
+    if not isinstance(metadata, dict):
+        raise TypeError(f"metadata is {json.dumps(metadata)}, and no object, without which transformers does not read it")
+    return dict(index["weight_map"]), metadata.get("total_size")
 
 
 def _index_problems(checkpoint: Checkpoint, path: Path) -> list[str]:
     try:
-        index = _json(path.read_bytes())
-        weight_map = dict(index["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        weight_map, total = _read_index(path)
+    except MISSHAPEN as error:
         return [f"{path.name}: cannot be read as an index: {error!r}"]
     files = {name: entry.path.name for name, entry in checkpoint.entries.items()}
     problems = [f"{path.name}: {name} should lie in {file}, found in {files.get(name, 'no file')}"
                 for name, file in sorted(weight_map.items()) if files.get(name) != file]  # fmt: skip
     problems += [f"{path.name}: tensor {name} of {files[name]} is not listed" for name in sorted(files.keys() - weight_map.keys())]
-    total = index.get("metadata", {}).get("total_size")
     if total is not None and total != checkpoint.num_bytes:
         problems.append(f"{path.name}: total_size is {total}, the tensors have {checkpoint.num_bytes} bytes")
     return problems

@@ -363,7 +363,7 @@ def _tuned(subject: Subject) -> dict[str, float]:
         details = entry.get("details") if isinstance(entry, Mapping) else None
         step = details.get("tuned") if isinstance(details, Mapping) else None
         if isinstance(step, int | float) and name not in subject.modules:
-            found |= {f"{name}.{part}": float(step) for part in ("weight", "bias")}
+            found |= {f"{name}.{part}": step for part in ("weight", "bias")}
     return found
 
 

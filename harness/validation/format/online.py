@@ -27,12 +27,10 @@ def online_groups(subject: Subject) -> dict[str, Mapping[str, Any]]:
     Args:
         subject: both folders.
     Returns:
-        Name to group; empty where there are none, or where it is no such table.
+        Name to group; empty where there are none.
     """
-    config = (subject.quantization_config or {}).get("transform_config")
-    groups = config.get("config_groups") if isinstance(config, Mapping) else None
-    found = groups.items() if isinstance(groups, Mapping) else ()
-    return {str(name): group for name, group in found if isinstance(group, Mapping) and any(_in_forward(group))}
+    groups = ((subject.quantization_config or {}).get("transform_config") or {}).get("config_groups") or {}
+    return {name: group for name, group in groups.items() if any(_in_forward(group))}
 
 
 def matrix_names(subject: Subject) -> set[str]:
@@ -71,10 +69,7 @@ def online_misfits(subject: Subject) -> list[str]:
 
 
 def _in_forward(group: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    entries = group.get("apply")
-    for entry in entries if isinstance(entries, list) else ():
-        if isinstance(entry, Mapping) and entry.get("location") not in _IN_WEIGHTS:
-            yield entry
+    return (entry for entry in group.get("apply") or () if entry.get("location") not in _IN_WEIGHTS)
 
 
 def _recorded(subject: Subject) -> dict[tuple[str, str], Tensor]:
@@ -86,7 +81,8 @@ def _recorded(subject: Subject) -> dict[tuple[str, str], Tensor]:
 
 def _modules(subject: Subject, classes: Mapping[str, Any], entry: Mapping[str, Any]) -> list[str]:
     names = [name.removesuffix(".weight") for name, one in subject.base.entries.items() if name.endswith(".weight") and len(one.shape) == 2]
-    targets, ignore = ([str(one) for one in entry.get(key) or ()] for key in ("targets", "ignore"))
+    given = (entry.get(key) or () for key in ("targets", "ignore"))
+    targets, ignore = ((one,) if isinstance(one, str) else one for one in given)  # one name alone stands for a list of it
     return [
         name
         for name in names

@@ -6,11 +6,12 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from compressor.json_text import from_json
+from compressor.model.folder import some
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.format.container import DTYPES, Checkpoint
@@ -83,6 +84,18 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+def written_notes(folder: Path) -> list[str]:
+    """Return what the run said of the checkpoint beforehand.
+
+    Args:
+        folder: the compressed checkpoint.
+    Returns:
+        Sentences; none where compression.json holds no list of them.
+    """
+    notes = (read_record(folder) or {}).get("notes")
+    return [str(note) for note in notes] if isinstance(notes, list) else []
+
+
 def check_quantization_config(folder: Path, config: Mapping[str, Any] | None) -> CheckRecord:
     """Hold the quantization_config of config.json against the one that was written; no tensor tells whether inputs were quantized.
 
@@ -149,12 +162,13 @@ def _difference(compressed: Checkpoint, name: str, noted: str) -> str | None:
     return None if hashlib.sha256(compressed.raw(name).data).hexdigest() == sha256 else f"{name}: has other bytes than were written"
 
 
-def check_record(folder: Path, base_hashes: Mapping[str, str], data_sha256: str) -> list[CheckRecord]:
+def check_record(folder: Path, base_hashes: Mapping[str, str], weight_files: Collection[str], data_sha256: str) -> list[CheckRecord]:
     """Run every check of this family.
 
     Args:
         folder: the compressed checkpoint.
         base_hashes: sha256 of the base's files.
+        weight_files: those of them that hold its weights.
         data_sha256: of the token ids that are validated on.
     Returns:
         One record per check.
@@ -164,10 +178,10 @@ def check_record(folder: Path, base_hashes: Mapping[str, str], data_sha256: str)
         if not os.path.lexists(folder / RECORD_FILE):
             return [claim.skipped(f"there is no {RECORD_FILE}") for claim in (BASE, DATA)]
         return [BASE.record(Outcome.FAIL, f"{RECORD_FILE} is no JSON object"), DATA.skipped(f"{RECORD_FILE} cannot be read")]
-    return [_check_base(record.get("base"), base_hashes), _check_data(record, data_sha256)]
+    return [_check_base(record.get("base"), base_hashes, weight_files), _check_data(record, data_sha256)]
 
 
-def _check_base(recorded: Any, base_hashes: Mapping[str, str]) -> CheckRecord:
+def _check_base(recorded: Any, base_hashes: Mapping[str, str], weight_files: Collection[str]) -> CheckRecord:
     if recorded is None:
         return BASE.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE} holds no digests of a base, though every run notes them; compress again")
     if recorded == {}:
@@ -176,6 +190,10 @@ def _check_base(recorded: Any, base_hashes: Mapping[str, str]) -> CheckRecord:
         return BASE.record(Outcome.FAIL, f"{RECORD_FILE}: base is no table of digests by file")
     findings = [f"{name}: has another sha256 here" if name in base_hashes else f"{name}: is not here"
                 for name, sha256 in sorted(recorded.items()) if base_hashes.get(name) != sha256]  # fmt: skip
+    unnamed = sorted({*weight_files, "config.json"} - recorded.keys())
+    if unnamed and not findings:
+        why = f"{RECORD_FILE} holds no digest of the base's {some(unnamed)}, though every run notes them; compress again"
+        return BASE.record(Outcome.INCONCLUSIVE, why, findings=[f"{name}: has no digest" for name in unnamed])
     return BASE.found(findings, f"{len(recorded)} files have the recorded sha256", noun="file")
 
 

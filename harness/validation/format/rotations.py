@@ -143,7 +143,7 @@ def read_rotations(entry: Mapping[str, Any]) -> Rotations:
     Returns:
         What it says.
     Raises:
-        KeyError, TypeError, ValueError: it cannot be read.
+        Exception: one of `MISSHAPEN`, where it cannot be read.
     """
     folds = tuple(Fold(str(one["norm"]), _names(one["readers"]), float(one["offset"])) for one in entry["folds"])
     turns = tuple(
@@ -177,9 +177,9 @@ def misfits(found: Rotations, base: Checkpoint, sides: Callable[[str], tuple[int
                 yield f"the base holds no {name}.weight"
             elif channels[side] % size:
                 yield f"{name} with {channels[side]} channels does not fit a matrix of {size}"
-    for fold in found.folds:
-        if f"{fold.norm}.weight" not in base.entries:
-            yield f"the base holds no {fold.norm}.weight"
+    for name in (*(fold.norm for fold in found.folds), *found.untied.values()):
+        if f"{name}.weight" not in base.entries:
+            yield f"the base holds no {name}.weight"
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -190,6 +190,8 @@ def _names(value: Any) -> tuple[str, ...]:
 
 def _matrix(entry: Mapping[str, Any]) -> Tensor:
     size = int(entry["size"])
+    if size < 1:
+        raise ValueError(f"a matrix of {size} channels")
     if "values" in entry:
         data = np.frombuffer(base64.b64decode(entry["values"], validate=True), dtype="<f8").astype(np.float64)
         return torch.from_numpy(data).reshape(size, size)
@@ -198,7 +200,8 @@ def _matrix(entry: Mapping[str, Any]) -> Tensor:
 
 
 def _signs(text: str, count: int) -> Tensor:
-    bits = np.unpackbits(np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8), count=count)
-    if len(bits) != count:
-        raise ValueError(f"{len(bits)} signs in place of {count}")
+    packed = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.uint8)
+    if 8 * len(packed) < count:
+        raise ValueError(f"{8 * len(packed)} signs in place of {count}")
+    bits = np.unpackbits(packed, count=count)
     return torch.from_numpy(bits.astype(np.float64)) * 2 - 1

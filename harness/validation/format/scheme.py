@@ -213,6 +213,20 @@ def read_config_groups(config: Mapping[str, Any]) -> list[ConfigGroup]:
     return [_config_group(name, group, str(config.get("format"))) for name, group in groups.items() if not _is_of_attention(group)]
 
 
+def block_sizes(value: Any) -> tuple[int, int]:
+    """Read the rows and columns of a block.
+
+    Args:
+        value: of block_structure: two numbers, or `128x128`, which compressed-tensors takes as well.
+    Returns:
+        Both.
+    Raises:
+        ValueError: there are others than two.
+    """
+    rows, columns = (int(size) for size in value.split("x")) if isinstance(value, str) else value
+    return rows, columns
+
+
 def _config_group(name: str, group: Any, default_format: str) -> ConfigGroup:
     if not isinstance(group, Mapping) or not group.get("targets") or not isinstance(group.get("weights"), Mapping):
         raise ValueError(f"config_groups.{name}: needs targets and weights")
@@ -228,7 +242,7 @@ def _config_group(name: str, group: Any, default_format: str) -> ConfigGroup:
         group_size=group_size,
         has_static_input=inputs is not None and not inputs.get("dynamic", False),
         input_symmetric=inputs is None or bool(inputs.get("symmetric", True)),
-        block=tuple(weights["block_structure"]) if weights.get("block_structure") else None,
+        block=block_sizes(weights["block_structure"]) if weights.get("block_structure") else None,
         has_global_input=inputs is not None and inputs.get("dynamic") == "local",
     )
     reason = _unread(scheme)

@@ -7,7 +7,6 @@ whole claim of such a transform, is not taken on trust: `harness.validation.beha
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.tolerance.bits import to_bytes
-from harness.validation.format.container import Checkpoint, TensorEntry
+from harness.validation.format.container import MISSHAPEN, Checkpoint, TensorEntry
 from harness.validation.format.experts import PrunedExperts, read_experts, with_fewer_experts
 from harness.validation.format.experts import misfits as misfits_of_experts
 from harness.validation.format.rotations import Rotations, misfits, read_rotations
@@ -189,7 +188,7 @@ def read_transforms(
             if isinstance(move, PrunedExperts) and not wrong:
                 base = with_fewer_experts(base, move)
             moved.append(move)
-        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        except MISSHAPEN as error:
             problems.append(f"transforms[{index}]: cannot be read ({type(error).__name__}: {error})")
     return (() if problems else tuple(moved)), problems
 
@@ -289,7 +288,8 @@ def _misfits(move: MovedScale, base: Checkpoint, transposed: frozenset[str]) -> 
     if move.head_dim is not None and (move.head_dim < 1 or move.repeats < 1 or len(factors_C) % move.head_dim):
         yield f"heads of {move.head_dim}, {move.repeats} times, do not fit {len(factors_C)} channels of {move.source}"
         return
-    for name, length in ((move.source, len(factors_C)), *((reader, len(move.columns_K)) for reader in move.readers)):
+    columns = len(factors_C) * (1 if move.head_dim is None else move.repeats)
+    for name, length in ((move.source, len(factors_C)), *((reader, columns) for reader in move.readers)):
         entry = base.entries.get(f"{name}.weight")
         if entry is None:
             yield f"the base holds no {name}.weight"

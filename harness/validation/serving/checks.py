@@ -61,6 +61,9 @@ def check_serving(subject: Subject, serve: ServerName | None, policy: Policy) ->
     config = subject.quantization_config
     if serve is None:
         return [claim.skipped("no server was asked for") for claim in CLAIMS]
+    if config is None and subject.config and "quantization_config" in subject.config:
+        said = [CONFIG.found(list(subject.problems), "")]
+        return said + [claim.skipped("quantization_config cannot be read") for claim in CLAIMS[1:]]
     if config is None:
         return [claim.skipped("there is no quantization_config") for claim in CLAIMS]
     server, rules = SERVERS[serve], RULES[serve]
@@ -85,18 +88,13 @@ def check_serving(subject: Subject, serve: ServerName | None, policy: Policy) ->
 def _config_problems(config: Mapping[str, Any], server: Server, rules: Rules) -> Iterator[str]:
     if config.get("quant_method") != "compressed-tensors":
         yield f"quant_method is {config.get('quant_method')!r}, and {server.title} reads 'compressed-tensors'"
-    sparsity = config.get("sparsity_config")
-    if isinstance(sparsity, Mapping) and sparsity.get("targets") and not rules.takes_sparsity:
+    if (config.get("sparsity_config") or {}).get("targets") and not rules.takes_sparsity:
         yield f"sparsity_config has targets, which {server.title} refuses: sparsity was taken out of compressed-tensors"
-    groups = config.get("config_groups")
-    for name, group in groups.items() if isinstance(groups, Mapping) else ():
-        if isinstance(group, Mapping):
-            yield from (f"config_groups.{name}: {problem}" for problem in _group_problems(group, config.get("format"), server, rules))
-    transforms = config.get("transform_config")
-    schemes = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
-    for name, scheme in schemes.items() if isinstance(schemes, Mapping) else ():
-        places = scheme.get("apply") if isinstance(scheme, Mapping) else None
-        for place in {str(one.get("location")) for one in places or () if isinstance(one, Mapping)} - rules.transforms:
+    for name, group in (config.get("config_groups") or {}).items():
+        yield from (f"config_groups.{name}: {problem}" for problem in _group_problems(group, config.get("format"), server, rules))
+    schemes = (config.get("transform_config") or {}).get("config_groups") or {}
+    for name, scheme in schemes.items():
+        for place in {str(one.get("location")) for one in scheme.get("apply") or ()} - rules.transforms:
             yield f"transform_config.{name}: {server.title} applies no transform at {place!r}"
 
 

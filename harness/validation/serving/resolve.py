@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from harness.validation.format.scheme import block_sizes
 from harness.validation.serving.contract import ARGUMENT_VALUES, EMBEDDINGS, EXPERT_FUSED, FUSED, HEADS, POSITIONS, ROUTERS
 from harness.validation.serving.servers import Arguments
 from harness.validation.subject import Subject
@@ -40,26 +41,23 @@ def read_groups(config: Mapping[str, Any]) -> list[Group]:
     """Read the config groups as the servers do: without those of attention modules, whose scales stand in the file.
 
     Args:
-        config: the value of quantization_config.
+        config: the value of quantization_config, of the shape that `misshapen` holds.
 
     Returns:
         The groups, in the order of the file.
 
     Raises:
-        ValueError: one is not a mapping with targets and weights.
+        ValueError: one has no targets or no weights.
     """
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, Mapping):
-        raise ValueError("config_groups is no mapping")
     found = []
-    for name, group in groups.items():
-        targets = group.get("targets") if isinstance(group, Mapping) else None
-        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+    for name, group in (config.get("config_groups") or {}).items():
+        targets = group.get("targets")
+        if targets is None:
             raise ValueError(f"config_groups.{name}: has no list of targets")
         if len(targets) == 1 and targets[0].endswith("Attention"):
             continue
         weights, inputs = group.get("weights"), group.get("input_activations")
-        if not isinstance(weights, Mapping) or not (inputs is None or isinstance(inputs, Mapping)):
+        if weights is None:
             raise ValueError(f"config_groups.{name}: has no arguments for weights, which every group must have")
         weights, inputs = _spelt_out(weights), _spelt_out(inputs) if inputs else None
         for arguments in (weights, inputs or {}):
@@ -71,7 +69,7 @@ def read_groups(config: Mapping[str, Any]) -> list[Group]:
 def _spelt_out(arguments: Arguments) -> Arguments:
     """Blocks as two numbers; compressed-tensors takes `128x128` as well."""
     block = arguments.get("block_structure")
-    return {**arguments, "block_structure": [int(size) for size in block.split("x")]} if isinstance(block, str) else arguments
+    return {**arguments, "block_structure": list(block_sizes(block))} if isinstance(block, str) else arguments
 
 
 def _check_values(where: str, arguments: Arguments) -> None:
@@ -118,7 +116,7 @@ def read_layers(subject: Subject, groups: Sequence[Group], routers: Iterable[str
     names = [
         key.removesuffix(".weight") for key, entry in subject.base.entries.items() if key.endswith(".weight") and len(entry.shape) == 2
     ]
-    patterns = _texts((subject.quantization_config or {}).get("ignore"))
+    patterns = (subject.quantization_config or {}).get("ignore") or ()
     architectures = set(subject.base_config.get("architectures") or ())
     there = set(names)
     for name in names:
@@ -129,10 +127,6 @@ def read_layers(subject: Subject, groups: Sequence[Group], routers: Iterable[str
             continue
         siblings = _shards(name, there, EXPERT_FUSED) if kind == "experts" else shards
         yield replace(_layer(name, "linear" if kind == "router" else kind, shards, groups, patterns), siblings=siblings)
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
 
 
 def _kind(name: str) -> str:

@@ -153,7 +153,6 @@ def test_a_check_without_a_number_is_refused(pytester: pytest.Pytester, marker: 
         (["--harness-device=auto"], {"passed": 1}, ""),
         (["--harness-device=cpu"], {"passed": 1}, ""),
         (["--harness-device=cuda:1"], {"errors": 1}, "torch sees no CUDA device"),
-        (["--harness-device=abacus"], {"errors": 1}, "say auto, cpu, cuda or cuda:1"),
     ],
 )
 def test_the_device_is_the_one_that_is_asked_for(
@@ -164,6 +163,13 @@ def test_the_device_is_the_one_that_is_asked_for(
     result = _run(pytester, *arguments)
     result.assert_outcomes(**outcome)
     assert message in result.stdout.str()
+
+
+def test_a_device_that_torch_does_not_know_is_refused_before_any_test(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("def test_it(): pass")
+    result = _run(pytester, "--harness-device=abacus")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert "--harness-device=abacus: torch knows no such device; say auto, cpu, cuda or cuda:1" in result.stderr.str()
 
 
 def test_the_ini_file_may_name_profile_and_device(pytester: pytest.Pytester) -> None:

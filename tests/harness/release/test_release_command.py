@@ -152,14 +152,26 @@ def test_a_statement_that_contradicts_itself_is_none(name: str, signed: Path, ma
 def test_a_statement_that_does_not_say_what_it_rests_on_is_none(signed: Path, made: Release, tmp_path: Path) -> None:
     sound = json.loads((signed / "statement.json").read_text())
     rests_on = sound["predicate"]["configuration"]
-    without = [[one for one in rests_on if not one["name"].startswith(kind)] for kind in ("dataset", "policy", "base/")]
-    wrong = [{"configuration": one} for one in ([], rests_on + rests_on[:1], *without)] + [
-        {"versions": one} for one in (7, None, {"torch": 2})
+    parts = ("dataset", "policy", "base/", "base/config.json", "base/model.safetensors")
+    without = [[one for one in rests_on if not one["name"].startswith(kind)] for kind in parts]
+    nameless = [[{**one, "name": ""} if one["name"] == "base/model.safetensors" else one for one in rests_on]]
+    wrong = [{"configuration": one} for one in ([], rests_on + rests_on[:1], *without, *nameless)] + [
+        {"versions": one} for one in (7, None, {"torch": 2}, {}, {"torch": ""})
     ]
     for fields in wrong:
         (tmp_path / "s.json").write_text(json.dumps({**sound, "predicate": {**sound["predicate"], **fields}}))
         with pytest.raises(UserInputError, match=f"is no statement of a sign-off: predicate.{next(iter(fields))}"):
             verify_statement(tmp_path / "s.json", made.compressed, today=date(2026, 11, 25))
+
+
+def test_a_statement_that_rests_on_no_tokenizer_has_not_seen_it_pass(signed: Path, made: Release, tmp_path: Path) -> None:
+    told = json.loads((signed / "statement.json").read_text())
+    rests_on = told["predicate"]["configuration"]
+    told["predicate"]["configuration"] = [one for one in rests_on if one["name"] != "base/tokenizer.json"]
+    assert len(told["predicate"]["configuration"]) == len(rests_on) - 1 and "files.tokenizer" in told["predicate"]["passedTests"]
+    (tmp_path / "s.json").write_text(json.dumps(told))
+    with pytest.raises(UserInputError, match=r"configuration does not name base/tokenizer\.json"):
+        verify_statement(tmp_path / "s.json", made.compressed, today=date(2026, 11, 25))
 
 
 def _pipe(folder: Path) -> str:

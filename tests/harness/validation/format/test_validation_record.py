@@ -16,7 +16,7 @@ HASHES = {"config.json": "aa", "model.safetensors": "bb", "tokenizer.json": "cc"
 def outcomes(folder: Path, content: str | None) -> dict[str, tuple[str, str]]:
     if content is not None:
         (folder / "compression.json").write_text(content)
-    return {record.name: (record.outcome.value, record.summary) for record in check_record(folder, HASHES, "d" * 64)}
+    return {record.name: (record.outcome.value, record.summary) for record in check_record(folder, HASHES, ["model.safetensors"], "d" * 64)}
 
 
 def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
@@ -33,6 +33,8 @@ def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
         ({"data": {"sha256": "d" * 64}}, "record.data", "fail", "very tokens that the model was calibrated on"),
         ({"data": None}, "record.data", "skip", "names no calibration data"),
         ({"data": None, "pipeline": "data_free"}, "record.data", "skip", "names no calibration data"),
+        ({"base": {"config.json": "aa"}}, "record.base", "inconclusive", "no digest of the base's model.safetensors"),
+        ({"base": {"model.safetensors": "bb"}}, "record.base", "inconclusive", "no digest of the base's config.json"),
         ({"base": {}}, "record.base", "skip", "the model was in memory"),
         *((taken, "record.base", "inconclusive", "no digests of a base") for taken in ({}, {"base": None})),
         *((taken, "record.data", "inconclusive", "no digest of the data") for taken in ({}, {"data": {}}, {"data": {"sha256": None}})),

@@ -76,7 +76,7 @@ DAMAGES = [
     (group(lambda g: g["weights"].update(strategy="rows")), "serving.config", "strategy 'rows'"),
     (group(lambda g: g.update(format="marlin-24")), "serving.config", "format 'marlin-24' is none"),
     (group(lambda g: g.update(format="int-quantized")), "serving.config", "wants quantized inputs beside 'int-quantized'"),
-    (group(lambda g: g["weights"].update(num_bits="four")), "serving.config", "config_groups.group_0: num_bits is 'four'"),
+    (group(lambda g: g["weights"].update(num_bits="four")), "serving.config", "config_groups.group_0.weights.num_bits: 'four' is not"),
     (group(lambda g: g["weights"].update(num_bits=1)), "serving.schemes", "no kernel for layers of int1, group of 16"),
     (
         group(lambda g: g.update(input_activations={"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True})),
