@@ -34,6 +34,10 @@ A message reads `<where>: <what was given> <rule broken>; <what to do>`.
 
 from __future__ import annotations
 
+import re
+
+_PRINTED_OBJECT = re.compile(r"([\[({])\n(?:[ \t].*\n|\n)*([\])}])(?:\n(?= ))?")  # its brackets stand alone at the ends of lines
+
 
 class CompressorError(Exception):
     """Root of the tree."""
@@ -161,3 +165,18 @@ class ProofError(ReplayError):
 
 class PlanStormError(ReplayError):
     """More plans are asked for than the cap allows."""
+
+
+def reason(error: BaseException) -> str:
+    """Say in one line what an error of another library says.
+
+    Args:
+        error: any error.
+
+    Returns:
+        The first line of its message, in which `...` stands for what a printed object holds on lines of its own; two lines where the
+        first only announces the second. Empty where it has no message.
+    """
+    text = _PRINTED_OBJECT.sub(r"\1...\2", str(error))
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".") if lines else ""

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from compressor.errors import CompressorError, UserInputError
+from compressor.errors import CompressorError, UserInputError, reason
 from compressor.spelling import suggest
 
 Names = Callable[[ModuleType], Iterable[str]]
@@ -168,9 +168,8 @@ def _imported(name: str) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # it runs somebody's code, which may raise anything, SystemExit too
-        reason = str(error).strip().partition("\n")[0]
         raise _NotImportedError(
-            f"its module {name!r} fails while it is imported ({type(error).__name__}: {reason}); make it importable first"
+            f"its module {name!r} fails while it is imported ({type(error).__name__}: {reason(error)}); make it importable first"
         ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from compressor.errors import UserInputError
+from compressor.errors import UserInputError, reason
 
 Key = str | int
 EntryPath = tuple[Key, ...]
@@ -64,7 +64,7 @@ def from_yaml(text: str, name: str, *, text_keys: bool = False) -> tuple[Any, di
     except UserInputError:
         raise
     except (yaml.YAMLError, ValueError) as error:
-        raise UserInputError(f"{name}: this is not safe YAML ({str(error).splitlines()[0]}); correct the text") from error
+        raise UserInputError(f"{name}: this is not safe YAML ({reason(error)}); correct the text") from error
 
 
 def _lines(node: yaml.Node | None, name: str) -> dict[EntryPath, int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from compressor.data.collate import as_batch
 from compressor.data.presets import as_messages, template_arguments
+from compressor.data.processors import run_processor
 from compressor.data.rows import CONVERSATIONS, TEXT_COLUMN, input_columns
 from compressor.data.user_code import errors_named, read_through
 from compressor.errors import DatasetError
@@ -85,7 +86,7 @@ class Media:
 
         Args:
             processor: of transformers.
-            rows: with media, and with a text or a conversation; several are padded to one length.
+            rows: with media, and with a text or a conversation; several are padded to one length, media as the processor does it.
 
         Returns:
             What the model takes of that; of an encoder's labels, what its decoder reads.
@@ -101,8 +102,7 @@ class Media:
         if "audio" in given:
             waves = [_wave(one, rows[0].get("sampling_rate")) for one in given["audio"]]
             given |= {"audio": [wave for wave, _ in waves], "sampling_rate": waves[0][1]}
-        padding = {"padding": True} if len(rows) > 1 else {}
-        made = as_batch(dict(processor(**given, **padding, return_tensors="pt")), "dataset")
+        made = as_batch(run_processor(processor, given, pads=len(rows) > 1), "dataset")
         assert isinstance(made, dict)
         if "decoder_input_ids" in self.takes and "labels" in made:
             made["decoder_input_ids"] = made["labels"]

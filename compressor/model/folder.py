@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from compressor.atomic import real_path
-from compressor.errors import ModelError, OutOfMemoryError
+from compressor.errors import ModelError, OutOfMemoryError, reason
 from compressor.json_text import from_json
 from compressor.model.hub import DEFAULT_REVISION, Origin, fetch, split_name
 from compressor.pages import address_space_left
@@ -295,13 +295,9 @@ def one_line(error: BaseException) -> str:
         error: any error.
 
     Returns:
-        Its kind and its first line; two lines where the first only announces the second.
+        Its kind and its reason.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return f"{type(error).__name__}: {text.rstrip('.')}"
+    return ": ".join(part for part in (type(error).__name__, reason(error)) if part)
 
 
 def has_weights(folder: Path) -> bool:

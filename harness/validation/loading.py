@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from compressor.errors import ModelError
-from compressor.model.folder import read_config
+from compressor.model.folder import one_line, read_config
 from compressor.model.loading.load import quiet_transformers
 from compressor.model.targets import text_config
 from harness.validation.format.fused import FusedLayout
@@ -244,7 +244,7 @@ def _quiet() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the kind of an exception and the first line of its message; every single finding of a pydantic validation.
+    """Return the kind of an exception and its reason in one line; every single finding of a pydantic validation.
 
     Args:
         error: of another library.
@@ -253,8 +253,7 @@ def first_line(error: BaseException) -> str:
     """
     if isinstance(error, ValidationError):
         return "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return one_line(error)
 
 
 def fused_layouts(model_dir: Path) -> dict[str, FusedLayout]:

@@ -1,10 +1,11 @@
-"""JSON and YAML that others wrote: whatever is wrong with them is one kind of error, in words."""
+"""JSON and YAML that others wrote, and what their errors say: whatever is wrong with them is one kind of error, in words."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from compressor.errors import UserInputError
+from compressor.errors import UserInputError, reason
 from compressor.json_text import MAX_DEPTH, from_json
 from compressor.yaml_text import from_yaml
 
@@ -68,3 +69,18 @@ def test_keys_may_have_to_be_texts(text: str, message: str) -> None:
 def test_yaml_that_cannot_be_read_is_bad_input(text: str, message: str) -> None:
     with pytest.raises(UserInputError, match=message):
         from_yaml(text, "x")
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("", ""),
+        ("it is wrong.\nat line 3", "it is wrong"),
+        ("two are missing:\n  a, b\nat line 3", "two are missing: a, b"),
+        (f"the module {torch.nn.Sequential(torch.nn.ReLU())} is wrong\nat line 3", "the module Sequential(...) is wrong"),
+        ('the config Config {\n  "a": {\n    "b": 1\n  }\n}\n was made for 1.\nat line 3', "the config Config {...} was made for 1"),
+        ("the sizes {\nat line 3", "the sizes {"),
+    ],
+)
+def test_the_reason_of_an_error_is_one_line_and_whole(message: str, said: str) -> None:
+    assert reason(ValueError(message)) == said

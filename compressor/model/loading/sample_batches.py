@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from compressor.errors import ModelError
+from compressor.errors import ModelError, reason
 from compressor.model.targets import text_config
 
 Modality = Literal["text", "vision", "audio"]
@@ -153,8 +153,8 @@ def sample_batches(model: nn.Module, modality: Modality | None = None, seed: int
     except ModelError:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{type(model).__name__}: cannot run a {chosen} batch made from its config ({reason}); {_REMEDY}") from error
+        said = reason(error) or type(error).__name__
+        raise ModelError(f"{type(model).__name__}: cannot run a {chosen} batch made from its config ({said}); {_REMEDY}") from error
     return SampleBatches(batches, chosen, f"random, {describe_batch(batches[0])}; then {describe_batch(batches[1])}")
 
 

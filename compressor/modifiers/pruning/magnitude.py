@@ -33,11 +33,6 @@ class ConstantPruningModifier(PruningModifier):
         for mask, weight in zip(self._pruned.values(), self.weights(), strict=True):
             mask.copy_(weight == 0)
 
-    def on_end(self, state: State, event: Event) -> None:
-        """Let the weights go."""
-        del state, event
-        self._active = False
-
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Without a training before, take note of the zeros here, whatever `start` says: what comes out is reported."""
         if self.start is None or not event.step:
@@ -169,6 +164,11 @@ class MagnitudePruningModifier(PruningModifier):
         return structure_of(self.mask_structure)
 
     @property
+    def keeps_on(self) -> bool:
+        """Whether the masks count behind `end`, too."""
+        return self.leave_enabled
+
+    @property
     def wanted_sparsity(self) -> float:
         """The share of zeros that a finished run should have."""
         return self.final_sparsity
@@ -244,10 +244,9 @@ class MagnitudePruningModifier(PruningModifier):
             self._prune(self._schedule().at(event.index))
 
     def on_end(self, state: State, event: Event) -> None:
-        """Reach the final sparsity, and let the weights go unless they are to stay."""
+        """Reach the final sparsity; with the next step the weights go free, unless they are to stay."""
         del state, event
         self._prune(self.final_sparsity)
-        self._active = self.leave_enabled
 
     def on_calibration_start(self, state: State, event: Event) -> None:
         """Prune at once, before any data flows."""

@@ -90,8 +90,10 @@ class PruningModifier(Modifier):
         self.begin()
 
     def on_event(self, state: State, event: Event) -> None:
-        """Apply the masks inside the step."""
+        """Apply the masks inside the step, up to the one behind `end`: until it begins, averages that are put in place have them, too."""
         del state
+        if event.type is EventType.BATCH_START and self.should_end(event.index) and not self.keeps_on:
+            self._active = False
         if self._active and event.type is EventType.OPTIM_PRE_STEP:
             for name, mask in self._pruned.items():
                 gradient = self._modules[name].get_parameter("weight").grad
@@ -200,6 +202,11 @@ class PruningModifier(Modifier):
     def phase(self) -> tuple[float, float] | None:
         """From when to when this modifier decides which weights are zero; None where it only keeps zeros, which disturbs no other."""
         return None
+
+    @property
+    def keeps_on(self) -> bool:
+        """Whether the masks count behind `end`, too."""
+        return False
 
     @property
     def wanted_sparsity(self) -> float:

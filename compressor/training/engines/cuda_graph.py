@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from compressor.errors import ReplayError
+from compressor.errors import ReplayError, reason
 from compressor.training.capture.operators import Record, operands
 from compressor.training.capture.protocol import Captured
 from compressor.training.capture.recorder import Recorder
@@ -312,6 +312,6 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
 def _refusal(recorder: Recorder, error: RuntimeError) -> ReplayError:
     last = recorder.ops[-1].place if recorder.ops else "before its first operator"
     return ReplayError(
-        f"CUDA does not capture this step, after {last}: {str(error).splitlines()[0]}; "
+        f"CUDA does not capture this step, after {last}: {reason(error)}; "
         "it copies from or waits for the host, or works on another stream; do that outside of the step, or use mode='eager'"
     )

@@ -15,6 +15,9 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    ASTConfig,
+    ASTFeatureExtractor,
+    ASTForAudioClassification,
     CLIPImageProcessorPil,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -30,6 +33,12 @@ from transformers import (
     Qwen2AudioProcessor,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+    Wav2Vec2Config,
+    Wav2Vec2FeatureExtractor,
+    Wav2Vec2ForSequenceClassification,
     WhisperConfig,
     WhisperFeatureExtractor,
     WhisperForConditionalGeneration,
@@ -39,6 +48,7 @@ from transformers import (
 
 from compressor import GPTQModifier, QuantizationModifier, oneshot
 from compressor.data.presets import find_preset
+from compressor.data.processors import run_processor
 from compressor.errors import DatasetError
 
 SIZES = {
@@ -242,6 +252,54 @@ def test_padded_rows_keep_the_places_of_images() -> None:
     rows = [{"text": "<image> " + "long " * n, "image": one} for n, one in enumerate(pictures())]
     result = oneshot(model, processor=processor, dataset=rows, batch_size=2, recipe=static("re:.*vision_tower.*", "re:.*projector.*"))
     assert result.report.modules and result.record["data"]["num_samples"] == 4
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+def wav2vec2() -> tuple[Any, Any]:
+    convolutions = {"conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 4), "num_feat_extract_layers": 2}
+    config = Wav2Vec2Config(**SMALL, **convolutions, num_conv_pos_embedding_groups=2, num_conv_pos_embeddings=4, classifier_proj_size=8)
+    return Wav2Vec2ForSequenceClassification(config), Wav2Vec2FeatureExtractor()
+
+
+def spectrogram() -> tuple[Any, Any]:
+    config = ASTConfig(**SMALL, max_length=64, num_mel_bins=16)
+    return ASTForAudioClassification(config), ASTFeatureExtractor(max_length=64, num_mel_bins=16)
+
+
+def vit() -> tuple[Any, Any]:
+    config = ViTConfig(**SMALL, image_size=16, patch_size=8)
+    return ViTForImageClassification(config), ViTImageProcessorPil(size={"height": 16, "width": 16})
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+@pytest.mark.parametrize("make", [wav2vec2, spectrogram, vit, whisper])
+def test_a_processor_is_called_as_it_is_made_and_pads_in_its_own_way(make: Callable[[], tuple[Any, Any]], batch_size: int | None) -> None:
+    """Parts by themselves take no text, and call audio what they like; features of Whisper have one length, whatever the texts do."""
+    torch.manual_seed(0)
+    model, processor = make()
+    column, values = ("image", pictures()) if make is vit else ("audio", waves())
+    if column == "audio":
+        values = [{**one, "array": one["array"][: 4000 + 500 * n]} for n, one in enumerate(values)]
+    rows = [{"text": "Hello." * (1 + n), column: one} for n, one in enumerate(values)]
+    result = oneshot(model, processor=processor, dataset=rows, batch_size=batch_size, recipe=static())
+    assert len(ranges(result)) == len(result.report.modules) > 5 and result.record["data"]["num_samples"] == 4
+
+
+@pytest.mark.parametrize(("given", "found"), [({"padding": "max_length", "max_length": 16}, 16), ({}, 11)])
+def test_texts_beside_media_are_padded_as_the_processor_pads_them(given: dict[str, Any], found: int) -> None:
+    _, processor = made("llava")
+    processor.text_kwargs = given
+    batch = run_processor(processor, {"text": ["a <image>", "longer <image>"], "images": [[one] for one in pictures(2)]}, pads=True)
+    assert batch["input_ids"].shape == (2, found)
+
+
+def test_audio_at_another_rate_is_refused_with_both_rates() -> None:
+    model, processor = wav2vec2()
+    rows = [{"audio": {**one, "sampling_rate": 8000}} for one in waves(2)]
+    with pytest.raises(DatasetError, match=r"row 0: the processor Wav2Vec2F.*Extractor \{\.\.\.\} was.*16000.*not 8000; cor"):
+        oneshot(model, processor=processor, dataset=rows, recipe=static())
 
 
 class Qwen2VLVideos(ProcessorMixin):  # type: ignore[misc]

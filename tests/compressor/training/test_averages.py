@@ -8,7 +8,7 @@ from torch import nn
 
 from compressor.errors import UserInputError
 from compressor.lifecycle import Session, State
-from compressor.modifiers.pruning.magnitude import MagnitudePruningModifier
+from compressor.modifiers.pruning.magnitude import ConstantPruningModifier, MagnitudePruningModifier
 from compressor.modifiers.quantization import QuantizationModifier
 from compressor.training import Snapshot, Trainer, TrainStep, WeightAverages, load_training, save_training, sgd
 
@@ -171,3 +171,25 @@ def test_averages_stand_under_the_masks_and_global_scales_follow_them(new_traine
     assert before.differences(Snapshot.take(step)) == [] and torch.equal(rounding.global_scale("last"), scale)
     step.averages.copy_into_model()
     assert float((first.weight == 0).float().mean()) == 0.5
+
+
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+@pytest.mark.parametrize("end", [5.5, 6])
+def test_averages_have_the_masks_that_the_last_step_had(new_trainer, cases, batches, mode, end):
+    plain = new_trainer(cases["mlp"], mode).step
+    pruning = MagnitudePruningModifier(targets=["first"], final_sparsity=0.5, start=0, end=end)
+    with torch.no_grad():
+        plain.model.last.weight[0] = 0
+    keeping = ConstantPruningModifier(targets=["last"], start=0, end=end)
+    session = Session(State(plain.model), [pruning, keeping])
+    session.initialize()
+    averages = WeightAverages(plain.model, 0.9)
+    trainer = Trainer(TrainStep(plain.model, plain.loss_fn, plain.optimizer, session, averages=averages), mode, audit_every=0)
+    trainer.fit(batches, 6)
+    first, last = plain.model.first.weight, plain.model.last.weight
+    with averages.applied():
+        assert float((first == 0).float().mean()) == 0.5 and not last[0].any()
+    trainer.fit(batches, 7)
+    assert float((first == 0).float().mean()) < 0.5 and last[0].any()  # free again
+    averages.copy_into_model()
+    assert float((first == 0).float().mean()) < 0.5 and last[0].any()

@@ -144,7 +144,7 @@ BUGS: tuple[Mutant, ...] = (
         "zip(self._pruned.values(), self.weights(), strict=True)",
         "zip(list(self._pruned.values())[:1], self.weights())",
     ),
-    _bug("never_let_go", "zeros stay when the end is reached", "kept zeros", _KEPT + "on_end", "self._active = False", "pass"),
+    _bug("never_let_go", "zeros stay when the end is reached", "kept zeros", _MASKS + "on_event", "self._active = False", "pass"),
     _bug(
         "moments_live",
         "gradients of zeros go into the moments",
