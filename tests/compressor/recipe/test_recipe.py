@@ -450,7 +450,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "nothing": ("\n\n", "recipe: an empty entry is no recipe"),
     "empty mapping": ("{}", "recipe: it holds no modifier, so nothing would be done"),
     "empty list": ("[]", "recipe: it holds no modifier"),
-    "arguments only": ("args: {a: 1}", "recipe: it holds no modifier"),
+    "arguments only": ("args: {a: 1}", "recipe:1: the argument 'a' is not used by the recipe"),
     "stages without modifiers": ("a_stage: {run_type: oneshot}", "recipe: it holds no modifier"),
     "empty list in a group": ("a_stage:\n  b_modifiers: []", "recipe: it holds no modifier"),
     "a number": ("3\n", "recipe: 3 is no recipe"),
@@ -765,7 +765,7 @@ def accepts(schema: Any, value: Any, root: dict[str, Any]) -> bool:
 
 
 GOOD_DATA = [
-    {"quant_stage": {"run_type": "oneshot", "quant_modifiers": {"ToyModifier": {"scheme": "W4A16"}}}, "args": {"a": 1}},
+    {"quant_stage": {"run_type": "oneshot", "quant_modifiers": {"ToyModifier": {"scheme": "${a}"}}}, "args": {"a": "W4A16"}},
     {"modifiers": [{"ToyModifier": {"block_size": "${a}"}}, "OtherModifier"], "args": {"a": 4}},
     [{"ToyModifier": None}, {f"{__name__}:ToyModifier": {"ignore": []}}],
     {"ToyModifier": {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4}}}}},
