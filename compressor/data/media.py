@@ -92,7 +92,7 @@ class Media:
             What the model takes of that; of an encoder's labels, what its decoder reads.
 
         Raises:
-            DatasetError: the processor gives something else than tensors, or a conversation has no template.
+            DatasetError: the processor gives something else than tensors, or pads without a mask; or a conversation has no template.
         """
         texts = [self._text(row, processor) for row in rows]
         given: dict[str, Any] = {} if texts[0] is None else {"text": texts}
@@ -106,7 +106,20 @@ class Media:
         assert isinstance(made, dict)
         if "decoder_input_ids" in self.takes and "labels" in made:
             made["decoder_input_ids"] = made["labels"]
+        if len(rows) > 1 and given.keys() & {"text", "audio"}:
+            self._check_padding(made, [self.inputs(processor, [row]) for row in rows])
         return {name: value.to(self.dtype) if value.is_floating_point() else value for name, value in made.items() if name in self.takes}
+
+    def _check_padding(self, made: Mapping[str, Tensor], alone: list[dict[str, Tensor]]) -> None:
+        """Refuse rows that are longer in a batch than alone where no mask tells: their padding would count as tokens."""
+        masks = [mask.shape[:2] for name, mask in made.items() if "mask" in name]
+        for name in self.takes & made.keys():
+            shape = made[name].shape[:2]
+            if len(shape) > 1 and shape not in masks and any(name in one and one[name].shape[1] != shape[1] for one in alone):
+                raise DatasetError(
+                    f"dataset: rows of other lengths were given to a processor that pads {name!r} without a mask, and padding would count "
+                    "as tokens; leave batch_size out, which makes batches of one row, or give rows of one length"
+                )
 
     def _text(self, row: Mapping[str, Any], processor: Any) -> str | None:
         turns = next((row[name] for name in CONVERSATIONS if name in row), None)

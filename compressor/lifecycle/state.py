@@ -21,6 +21,9 @@ from compressor.errors import NumericsError, TargetError, UserInputError
 from compressor.lifecycle.hooks import hand_over_hooks
 from compressor.model.targets import other_names, put_module
 from compressor.monitor import Monitor
+from compressor.nn import QuantizedLinear
+from compressor.nn.experts import tokens_are_rows
+from compressor.nn.fake_quant import FakeQuantizedLinear
 from compressor.numerics import QuantizationScheme
 from compressor.pages import let_go
 from compressor.progress import Progress, SilentProgress
@@ -324,6 +327,8 @@ class State:
             raise TargetError(f"{name}: no module of the model has this name; give a dotted name from named_modules()") from error
         if old is self.model:
             raise TargetError("the model: it cannot be replaced inside itself; give the dotted name of a module below it")
+        if isinstance(new, QuantizedLinear | FakeQuantizedLinear) and getattr(new.scheme.input_activations, "strategy", None) == "token":
+            new.tokens_are_rows = tokens_are_rows(self.model, self.schemes)  # of all modifiers: none replaces before all are initialized
         new.train(old.training)
         hand_over_hooks(old, new)
         put_module(self.model, name, new, self._other_names)

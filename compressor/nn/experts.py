@@ -10,7 +10,7 @@ Shapes: N tokens, K experts per token, C columns (in_features).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -133,6 +133,12 @@ class Expert(nn.Module):
         """True while a projection carries a hook."""
         return any(is_watched(layer) for layer in self.children())
 
+    @property
+    def is_read_fused(self) -> bool:
+        """Of the layer."""
+        layer: UnfusedExperts = self.__dict__["_layer"]
+        return layer.is_read_fused
+
     def forward(self, x_NC: Tensor) -> Tensor:
         """Compute what the expert makes of its tokens.
 
@@ -157,24 +163,16 @@ class Expert(nn.Module):
             [N, C], not yet weighted.
         """
 
-        layer: UnfusedExperts = self.__dict__["_layer"]
-
         def project(name: str, x: Tensor) -> Tensor:
             projection = self.get_submodule(name)
             x = x if own_N1 is None else torch.where(own_N1, x, torch.zeros_like(x))
-            by_token = layer.reads_tokens_alone and _has_scales_by_token(projection)
-            x = x.unsqueeze(0) if by_token else x  # of [N, C] compressed-tensors takes one scale for all rows, of a sequence one for each
             output: Tensor = projection(x) if with_hooks else unwatched_forward(projection, x)
-            return output.squeeze(0) if by_token else output
+            return output
 
+        layer: UnfusedExperts = self.__dict__["_layer"]
         layout = layer.layout
         first = [project(name, x_NC) for name in layout.sources[layout.fused_first]]
         return layer.normed(project(layout.down, layer.gated(first)))
-
-
-def _has_scales_by_token(projection: nn.Module) -> bool:
-    inputs = getattr(getattr(projection, "scheme", None), "input_activations", None)
-    return inputs is not None and inputs.strategy == "token"
 
 
 class UnfusedExperts(nn.Module):
@@ -184,10 +182,10 @@ class UnfusedExperts(nn.Module):
         layout: of the fused module.
         fused_class: class of the fused module, whose gate is used.
         calibrate_all: show all tokens to the hooks of every expert; the output stays that of the routed tokens.
-        reads_tokens_alone: each token has a scale of its own where inputs have scales by token.
+        is_read_fused: transformers keeps such layers fused, and of a quantized one rounds no inputs, nor those of any other layer.
     """
 
-    reads_tokens_alone = True
+    is_read_fused = True
     config: Any
     act_fn: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
@@ -331,7 +329,7 @@ class SortedExperts(UnfusedExperts):
     single experts in its place, too, and hands each its rows as [N, C], of which compressed-tensors takes one scale: so does this.
     """
 
-    reads_tokens_alone = False
+    is_read_fused = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """Send to each expert its tokens.
@@ -344,11 +342,11 @@ class SortedExperts(UnfusedExperts):
         """
         experts, outputs = list(self.experts()), torch.zeros_like(hidden_states)
         num_tokens = len(hidden_states) // len(experts)
-        for expert, x_NC, output_NC in zip(experts, hidden_states.split(num_tokens), outputs.split(num_tokens), strict=True):
+        for number, (expert, x_NC) in enumerate(zip(experts, hidden_states.split(num_tokens), strict=True)):
             (rows,) = torch.where(x_NC.any(-1))
             expert.token_rows = TokenRows(rows, num_tokens)
             try:
-                output_NC[rows] = expert(x_NC[rows])
+                outputs[number * num_tokens + rows] = expert(x_NC[rows])
             finally:
                 expert.token_rows = None
         return outputs
@@ -377,6 +375,28 @@ class SortedExperts(UnfusedExperts):
         """
         gate, up = first
         return up * self.act_fn(gate)
+
+
+def tokens_are_rows(model: nn.Module, quantized: Iterable[str]) -> bool:
+    """Say whether each row of an input is a token to all layers of a model whose inputs have scales by token.
+
+    compressed-tensors tells tokens apart by the first two dimensions, whatever the rank, and layers do as it does, so that transformers
+    computes the same. Where it rounds no inputs at all there is nobody to agree with, and a token has a scale of its own.
+
+    Args:
+        model: its experts taken apart.
+        quantized: dotted names of the modules that are quantized, or will be.
+
+    Returns:
+        True if experts that transformers keeps fused are among them.
+    """
+    return any(_is_read_fused(model, name.split(".")) for name in quantized)
+
+
+def _is_read_fused(module: nn.Module | None, path: list[str]) -> bool:
+    for part in path[:-1]:
+        module = None if module is None else module._modules.get(part)  # of experts that were pruned nothing is there
+    return isinstance(module, Expert) and module.is_read_fused
 
 
 def expert_rows(model: nn.Module, name: str) -> TokenRows | None:

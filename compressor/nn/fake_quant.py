@@ -124,8 +124,10 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
         in_features: columns of the weight.
         out_features: rows of the weight.
         bias: the parameter of the float layer, or None.
+        tokens_are_rows: see QuantizedLinear.
     """
 
+    tokens_are_rows = False
     bias: nn.Parameter | None
 
     def __init__(self, module: nn.Module, scheme: QuantizationScheme, name: str, global_scale: Tensor | None) -> None:
@@ -167,9 +169,9 @@ class FakeQuantizedLinear(FakeQuantizedLayer):
 
     def _input_qparams(self, x: Tensor, args: QuantizationArgs) -> QParams:
         if self._extremes is None:
-            return dynamic_qparams(x, args)
+            return dynamic_qparams(x, args, by_row=self.tokens_are_rows)
         known = range_qparams(*self._observe(x, self._extremes), args)
-        return dynamic_qparams(x, args, known.global_scale) if args.dynamic else known
+        return dynamic_qparams(x, args, known.global_scale, by_row=self.tokens_are_rows) if args.dynamic else known
 
     @torch.no_grad()
     def _observe(self, x: Tensor, extremes: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,10 @@ class QuantizedLinear(QuantizedLayer):
         bias: in the dtype of the model, or None.
         matmul: "reference" (as transformers computes) or "native" (codes times codes where both are int8 or fp8).
         is_transposed: it stands for a Conv1D of transformers, whose float weight lies as [in, out].
+        tokens_are_rows: with scales by token each row [C] has its own; else what the first two dimensions name, as in compressed-tensors.
     """
+
+    tokens_are_rows: bool = False
 
     bias: nn.Parameter | None
     is_transposed: bool = False
@@ -199,7 +202,7 @@ class QuantizedLinear(QuantizedLayer):
 
     def _input_qparams(self, x: Tensor, args: QuantizationArgs) -> QParams:
         if args.dynamic:
-            return dynamic_qparams(x, args, getattr(self, "input_global_scale", None))
+            return dynamic_qparams(x, args, getattr(self, "input_global_scale", None), by_row=self.tokens_are_rows)
         return QParams(self.get_buffer("input_scale"), getattr(self, "input_zero_point", None))
 
 

@@ -137,18 +137,19 @@ def inside_range(x: Tensor, qparams: QParams, args: QuantizationArgs) -> Tensor:
 
 
 @torch.no_grad()
-def dynamic_qparams(x: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> QParams:
+def dynamic_qparams(x: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None, *, by_row: bool = False) -> QParams:
     """Compute the scales of one activation from its own values, as compressed-tensors does in every forward pass.
 
     Args:
         x: the activation, usually [batch, sequence, C].
         args: the format; dynamic, strategy "token", "tensor", "group" or "tensor_group".
         global_scale: float32 [1], calibrated, for strategy "tensor_group".
+        by_row: a token is a row [C] of an activation of any rank.
 
     Returns:
-        Scale [1] per tensor; per group [..., G]; per token [batch, sequence, 1]. A token's values are all but the first two dimensions, so
-        an activation [N, C] without a batch dimension gets one scale for all of it: that is what compressed-tensors computes, and its
-        logits must be ours.
+        Scale [1] per tensor; per group [..., G]; per token [batch, sequence, 1], by row [..., 1]. Otherwise a token's values are all but
+        the first two dimensions, so an activation [N, C] without a batch dimension gets one scale for all of it: that is what
+        compressed-tensors computes, and its logits must be ours.
 
     Raises:
         SchemeError: args are not for a dynamic activation, or the columns do not divide into groups.
@@ -161,10 +162,10 @@ def dynamic_qparams(x: Tensor, args: QuantizationArgs, global_scale: Tensor | No
         return calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale)
     if x.numel() == 0:
         x = x.new_zeros(1)  # an expert that no token reached; any scale does
-    if args.strategy == "tensor" or x.ndim <= 2:
+    if args.strategy == "tensor" or (x.ndim <= 2 and not by_row):
         min_vals, max_vals = x.amin(tuple(range(x.ndim))), x.amax(tuple(range(x.ndim)))  # aminmax does not export to ONNX
     else:
-        token_dims = tuple(range(2, x.ndim))
+        token_dims = (x.ndim - 1,) if by_row else tuple(range(2, x.ndim))
         min_vals, max_vals = x.amin(dim=token_dims, keepdim=True), x.amax(dim=token_dims, keepdim=True)
     return calculate_qparams(min_vals, max_vals, args)
 

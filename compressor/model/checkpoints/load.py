@@ -37,9 +37,9 @@ from compressor.model.loading.load import (
 )
 from compressor.model.saving import attach_save
 from compressor.model.targets import matches, other_names, put_module
-from compressor.nn import Matmul, QuantizedLayer, empty_layer, is_quantizable, set_matmul
+from compressor.nn import Matmul, QuantizedLayer, QuantizedLinear, empty_layer, is_quantizable, set_matmul
 from compressor.nn.attention.kv_cache import attach_kv_quantizer, attention_modules
-from compressor.nn.experts import UnfusedExperts, split_weights
+from compressor.nn.experts import UnfusedExperts, split_weights, tokens_are_rows
 from compressor.nn.quantized_linear import is_conv1d
 from compressor.numerics.scheme import OBSERVER_KINDS, QuantizationArgs, QuantizationScheme
 from compressor.settings.kinds import DEVICE, FLAG, MODEL_CLASS, PATH, TEXT
@@ -108,8 +108,16 @@ def load_compressed(
     if generation_config is not None and hasattr(model, "generation_config"):
         model.generation_config = generation_config
     set_matmul(model, matmul)
+    _set_tokens(model)
     attach_save(model, _record(folder))
     return model.to(resolve_device(device)).eval()
+
+
+def _set_tokens(model: nn.Module) -> None:
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    by_row = tokens_are_rows(model, layers)
+    for layer in layers.values():
+        layer.tokens_are_rows = by_row
 
 
 def _attach_kv(model: nn.Module, groups: Sequence[QuantizationScheme], kv_cache_scheme: QuantizationArgs | None, folder: Path) -> None:

@@ -59,7 +59,7 @@ def reader_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme], *,
     """
     layers = _quantized_experts(model, schemes)
     if not layers:
-        return []
+        return _notes_of_sorted(model, schemes)
     problems = reader_problems(model, schemes)
     if problems:
         return [f"transformers 5.23 will not load these experts, but leave them random or stop: {one}; {_OTHERS}" for one in problems]
@@ -71,6 +71,17 @@ def reader_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme], *,
     return [
         "transformers 5.23 dequantizes a model with quantized experts while it loads: the weights are the same, but "
         f"{' and '.join(left)} are not quantized there{static}"
+    ]
+
+
+def _notes_of_sorted(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+    layers = {name for name, module in model.named_modules() if isinstance(module, SortedExperts)}
+    inputs = (scheme.input_activations for name, scheme in schemes.items() if name.rsplit(".", 2)[0] in layers)
+    if not any(args is not None and args.strategy == "token" for args in inputs):
+        return []
+    return [
+        "the tokens that an expert is handed share one scale of their inputs, as transformers computes them, which hands them over as "
+        "[N, C]: what a token gives hangs on the others (vLLM scales each)"
     ]
 
 

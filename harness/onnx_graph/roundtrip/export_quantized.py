@@ -118,10 +118,11 @@ class _FloatLinear(nn.Linear):
             self.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=False)
         args = layer.scheme.input_activations
         self._args: QuantizationArgs | None = args if args is not None and args.dynamic else None
+        self._by_row = layer.tokens_are_rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._args is not None:
-            x = fake_quantize(x, dynamic_qparams(x, self._args), self._args)
+            x = fake_quantize(x, dynamic_qparams(x, self._args, by_row=self._by_row), self._args)
         return super().forward(x)
 
 

@@ -280,11 +280,20 @@ def test_a_processor_is_called_as_it_is_made_and_pads_in_its_own_way(make: Calla
     torch.manual_seed(0)
     model, processor = make()
     column, values = ("image", pictures()) if make is vit else ("audio", waves())
-    if column == "audio":
+    if make is whisper:
         values = [{**one, "array": one["array"][: 4000 + 500 * n]} for n, one in enumerate(values)]
-    rows = [{"text": "Hello." * (1 + n), column: one} for n, one in enumerate(values)]
+    rows = [{"text": "Hello.", column: one} for one in values]
     result = oneshot(model, processor=processor, dataset=rows, batch_size=batch_size, recipe=static())
     assert len(ranges(result)) == len(result.report.modules) > 5 and result.record["data"]["num_samples"] == 4
+
+
+@pytest.mark.parametrize(("make", "name"), [(whisper, "decoder_input_ids"), (wav2vec2, "input_values")])
+def test_padding_without_a_mask_is_refused_and_rows_one_by_one_are_not(make: Callable[[], tuple[Any, Any]], name: str) -> None:
+    model, processor = make()
+    rows = [{"text": "Hello." * n, "audio": {**one, "array": one["array"][: 4000 + 500 * n]}} for n, one in enumerate(waves(), 1)]
+    with pytest.raises(DatasetError, match=f"pads '{name}' without a mask, and padding would count as tokens; leave batch_size out"):
+        oneshot(model, processor=processor, dataset=rows, batch_size=2, recipe=static())
+    assert oneshot(model, processor=processor, dataset=rows, recipe=static()).record["data"]["num_samples"] == len(rows)
 
 
 @pytest.mark.parametrize(("given", "found"), [({"padding": "max_length", "max_length": 16}, 16), ({}, 11)])

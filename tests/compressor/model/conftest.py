@@ -124,7 +124,7 @@ def tiny_moe() -> Callable[[str], nn.Module]:
     """Build a mixture-of-experts model with random float32 weights; equal for equal kinds."""
 
     def make(kind: str) -> nn.Module:
-        from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedConfig
+        from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, PreTrainedConfig, Qwen2MoeConfig
 
         base = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
         ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -134,6 +134,9 @@ def tiny_moe() -> Callable[[str], nn.Module]:
         configs: dict[str, Callable[[], PreTrainedConfig]] = {
             "mixtral": lambda: tiny.config("mixtral", **few, intermediate_size=48),
             "qwen3_moe": lambda: tiny.config("qwen3_moe", **few, intermediate_size=48, moe_intermediate_size=24, num_experts=8),
+            "qwen2_moe": lambda: Qwen2MoeConfig(
+                **few, intermediate_size=48, moe_intermediate_size=24, shared_expert_intermediate_size=24, num_experts=8
+            ),
             "deepseek_v3": lambda: DeepseekV3Config(
                 **{**few, "num_key_value_heads": 4}, intermediate_size=48, moe_intermediate_size=24, **deepseek
             ),

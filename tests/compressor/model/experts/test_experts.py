@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from compressor import AWQModifier, GPTQModifier, QuantizationModifier, WandaPruningModifier, oneshot, plan
+from compressor import AWQModifier, GPTQModifier, QuantizationModifier, WandaPruningModifier, load_compressed, oneshot, plan
 from compressor.algorithms.hessian import Hessian
 from compressor.errors import CalibrationError, ModelError
 from compressor.model.experts.unfuse import UnfusedModel, check_no_unknown_experts, unfuse_into, unfused_experts, unknown_experts
@@ -303,12 +304,15 @@ def test_unfused_models_can_be_copied(tiny_moe: MoE) -> None:
     assert all(expert.token_rows is None for expert in model.modules() if isinstance(expert, Expert))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe"])
 @pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC"])
-def test_a_token_of_an_expert_has_a_scale_of_its_own(tiny_moe: MoE, kind: str, scheme: str) -> None:
-    """Of [tokens, channels] compressed-tensors takes one scale for all: what a token gives would hang on those behind it."""
-    model = oneshot(tiny_moe(kind), recipe=QuantizationModifier(scheme=scheme, ignore=["lm_head", "re:.*(gate|router)$"])).model
+def test_a_token_of_a_mixture_has_a_scale_of_its_own(tiny_moe: MoE, kind: str, scheme: str, tmp_path: Path) -> None:
+    """Of [N, C] and [batch, 1, sequence, C] compressed-tensors takes one scale: what a token gives would hang on those behind it."""
+    recipe = QuantizationModifier(scheme=scheme, ignore=["lm_head", "re:.*(gate|router)$"])
+    with pytest.warns(UserWarning, match="transformers 5.23"):  # does not read them so
+        model = oneshot(tiny_moe(kind), recipe=recipe, output_dir=tmp_path / "out").model
     other = IDS.clone()
     other[:, 5:] = (other[:, 5:] + 7) % 64
-    torch.testing.assert_close(_logits(model)[:, :5], _logits(model, other)[:, :5], rtol=0, atol=1e-5)
-    torch.testing.assert_close(_logits(model)[:1], _logits(model, IDS[:1]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(_logits(model)[:, :5], _logits(model, other)[:, :5], rtol=0, atol=1e-4)
+    torch.testing.assert_close(_logits(model)[:1], _logits(model, IDS[:1]), rtol=0, atol=1e-4)
+    assert torch.equal(_logits(load_compressed(tmp_path / "out", device="cpu")), _logits(model))
