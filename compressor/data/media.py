@@ -94,9 +94,16 @@ class Media:
         Raises:
             DatasetError: the processor gives something else than tensors, or pads without a mask; or a conversation has no template.
         """
+        columns = sorted(COLUMNS.keys() & {name for row in rows for name, value in row.items() if value is not None})
+        for row in rows:
+            if lacking := [name for name in columns if row.get(name) is None]:
+                raise DatasetError(
+                    f"dataset: a row without {lacking[0]!r} was given beside rows with it in one batch, of which a processor does not tell "
+                    "whose they are; leave batch_size out, which makes batches of one row"
+                )
         texts = [self._text(row, processor) for row in rows]
         given: dict[str, Any] = {} if texts[0] is None else {"text": texts}
-        for column in sorted(COLUMNS.keys() & rows[0].keys()):
+        for column in columns:
             each = [_as_list(row[column], frames=COLUMNS[column] == "videos") for row in rows]
             given[COLUMNS[column]] = each if COLUMNS[column] == "images" else [one for part in each for one in part]
         if "audio" in given:

@@ -23,7 +23,7 @@ def run_processor(processor: Any, given: Mapping[str, Any], *, pads: bool) -> di
     Returns:
         What it made, by the names of a forward's arguments.
     """
-    parameters = inspect.signature(processor.__call__).parameters
+    parameters = inspect.signature(processor).parameters
     first = next(iter(parameters.values()), None)
     padding: dict[str, Any] = {}
     if "text" not in parameters and first is not None and first.kind is first.POSITIONAL_OR_KEYWORD:  # one part by itself
@@ -54,7 +54,7 @@ def _with_own_padding_of_sound(processor: Any) -> Any:
     if name is None:
         return processor
     part = getattr(processor, name)
-    parameter = inspect.signature(part.__call__).parameters.get("padding")
+    parameter = inspect.signature(part).parameters.get("padding")
     own = _processor_settings(processor, "audio_kwargs").get("padding", False if parameter is None else parameter.default)
     if own is False:
         return processor

@@ -51,6 +51,7 @@ RECORD_FILE = "compression.json"
 _TOKENIZER_PATTERNS = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*.json", "vocab.txt", "vocab.bpe", "merges.txt"),
     *("*.model", "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates", "*processor_config.json"),
+    *("audio_tokenizer_config.json", "speaker_embeddings_path.json"),
     *("*.spm", "*.codes", "*.tokenizer", "dict.txt", "normalizer.json", "emoji.json", "byte_maps.json", "word_*.json"),
 )
 # What sentence-transformers reads beside the model, and what whoever passes the model on has to pass on, too.

@@ -3,7 +3,7 @@
 Quantized projections are stored one by one, `...experts.0.gate_proj.weight_packed`, as vLLM and llm-compressor name them. transformers 5.23
 has no module for them: its experts are fused tensors, filled by the conversion rules of the architecture. With `dequantize: true` in the
 config those rules first unpack each expert and then merge. Its limits (`CompressedTensorsDequantize` in integrations/compressed_tensors.py,
-`update_weight_conversions` in quantizers/base.py) are what `reader_problems` lists; outside them it leaves the experts random or stops.
+`update_weight_conversions` in quantizers/base.py) are what `reader_problems` lists; outside them experts are random or wrong, or it stops.
 Projections that stay floats go back into the fused tensors, because its rules unpack whatever passes through them, floats too.
 """
 
@@ -62,7 +62,9 @@ def reader_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme], *,
         return _notes_of_sorted(model, schemes)
     problems = reader_problems(model, schemes)
     if problems:
-        return [f"transformers 5.23 will not load these experts, but leave them random or stop: {one}; {_OTHERS}" for one in problems]
+        return [
+            f"transformers 5.23 will not load these experts, but leave them random or wrong, or stop: {one}; {_OTHERS}" for one in problems
+        ]
     inputs = [scheme.input_activations for scheme in schemes.values() if scheme.input_activations is not None]
     left = [*(["inputs"] if inputs else []), *(["keys and values"] if has_kv else [])]
     if not left:
@@ -269,6 +271,7 @@ def _scheme_problems(inside: Mapping[str, QuantizationScheme], outside: Mapping[
     assert weights is not None
     packed = first.compression_format == "pack-quantized" and weights.symmetric
     fp8 = first.compression_format == "float-quantized" and weights.strategy in ("tensor", "channel")
-    if not packed and not fp8:
+    mxfp4 = first.compression_format == "mxfp4-pack-quantized"
+    if not packed and not fp8 and not mxfp4:
         symmetry = "" if weights.symmetric else ", asymmetric"
-        yield f"of experts it unpacks symmetric pack-quantized and fp8 weights, not {first.compression_format}{symmetry}"
+        yield f"of experts it unpacks symmetric pack-quantized, fp8 and mxfp4 weights, not {first.compression_format}{symmetry}"

@@ -296,6 +296,15 @@ def test_padding_without_a_mask_is_refused_and_rows_one_by_one_are_not(make: Cal
     assert oneshot(model, processor=processor, dataset=rows, recipe=static()).record["data"]["num_samples"] == len(rows)
 
 
+def test_a_row_without_media_is_one_whatever_stands_in_its_column_and_stands_alone() -> None:
+    rows = [{"image": pictures()[0], "text": "a <image>"}, {"image": None, "text": "a b"}]
+    model, processor = made("llava")
+    assert oneshot(model, processor=processor, dataset=rows, recipe=static()).record["data"]["num_samples"] == 2
+    for second in ({"text": "a b"}, rows[1]):
+        with pytest.raises(DatasetError, match="a row without 'image' was given beside rows with it in one batch"):
+            oneshot(made("llava")[0], processor=processor, dataset=[rows[0], second], batch_size=2, recipe=static())
+
+
 @pytest.mark.parametrize(("given", "found"), [({"padding": "max_length", "max_length": 16}, 16), ({}, 11)])
 def test_texts_beside_media_are_padded_as_the_processor_pads_them(given: dict[str, Any], found: int) -> None:
     _, processor = made("llava")

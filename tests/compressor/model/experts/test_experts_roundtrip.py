@@ -19,6 +19,7 @@ from compressor.entrypoints.oneshot import OneshotResult
 from compressor.errors import ModelError
 from compressor.model.checkpoints.format import unpacks_as_it_reads
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
+from tests import tiny
 
 MoE = Callable[..., nn.Module]
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -92,6 +93,13 @@ def test_transformers_reads_packed_experts_back_bit_for_bit(tiny_moe: MoE, tmp_p
     assert _same(load_compressed(tmp_path / "out", model_class=type(model).__name__), result.model)
 
 
+def test_transformers_reads_experts_in_mxfp4(tmp_path: Path) -> None:
+    model = tiny.mixtral(hidden_size=64, intermediate_size=64).to(torch.bfloat16)
+    result = _compress(model, tmp_path / "out", "MXFP4A16", ["lm_head"])
+    again, complaints = _reloaded(tmp_path / "out")
+    assert complaints == {} and _same_weights(again, result.model)
+
+
 @pytest.mark.parametrize(
     ("kind", "scheme", "ignore"),
     [
@@ -131,7 +139,7 @@ def test_experts_may_have_a_scheme_of_their_own(tiny_moe: MoE, tmp_path: Path) -
     ("kind", "scheme", "ignore", "told"),
     [
         ("gpt_oss", _all(W4), ["lm_head"], "no rule that merges single experts into GptOssExperts"),
-        ("mixtral", "W8A8", ["lm_head"], "unpacks symmetric pack-quantized and fp8 weights, not int-quantized"),
+        ("mixtral", "W8A8", ["lm_head"], "unpacks symmetric pack-quantized, fp8 and mxfp4 weights, not int-quantized"),
         ("qwen3_moe", _all(W4), ["lm_head", r"re:.*experts\.2\.down_proj"], "stay floats while others are quantized"),
     ],
 )
