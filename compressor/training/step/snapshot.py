@@ -55,7 +55,11 @@ class Snapshot:
         """
         for name, tensor in step.tensors().items():
             if name in self.tensors:  # what a failed step has added or replaced stays; the guards name it
-                tensor.copy_(self.tensors[name])
+                saved = self.tensors[name]
+                if (tensor.shape, tensor.stride()) == (saved.shape, saved.stride()):
+                    tensor.copy_(saved)
+                else:  # the step has resized it, or put another in its place
+                    tensor.data = saved.clone()
         for name, learner in step.learners().items():
             if f"grad:{name}" not in self.tensors:  # made by the step; the next backward pass would add to it
                 learner.grad = None

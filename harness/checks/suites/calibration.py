@@ -198,9 +198,12 @@ def siblings(subject: Calibration, context: CheckContext) -> str:
 @register(46, "one_layer", "Sequential equals basic, bitwise, for a model of one layer", kind="calibration")
 def one_layer(subject: Calibration, context: CheckContext) -> str:
     """Compare everything that both made; of two layers the statistics must differ, else the second sees the first uncompressed."""
-    rows = _rows(subject, context, (12, 12, 12))
-    sequential = _run(subject, rows, sequential=True, num_layers=1)
-    count = _all_equal(sequential.tensors, _run(subject, rows, sequential=False, num_layers=1).tensors, "the basic pipeline")
+    for lengths in ((3, 9, 20, 1, 50), (130,), (5, 5), (12, 12, 12)):
+        rows = _rows(subject, context, lengths)
+        sequential, basic = (_run(subject, rows, sequential=way, num_layers=1) for way in (True, False))
+        count = _all_equal(sequential.tensors, basic.tensors, "the basic pipeline")
+        if sequential.statistics or basic.statistics:
+            _all_equal(sequential.statistics, basic.statistics, "the basic pipeline")
     ways = [_run(subject, rows, sequential=way, num_layers=2).statistics for way in (True, False)]
     if ways[0] and all(torch.equal(ways[0][name], ways[1].get(name, torch.empty(0))) for name in ways[0]):
         raise CheckFailed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -33,14 +33,14 @@ def _apply(subject: Transform, model: nn.Module, context: CheckContext) -> None:
 def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str:
     """Compare float outputs before and after at three dtypes; the error must fall with each."""
     model = build(architecture, seed=context.seed)
-    ids = torch.cat([token_ids(model, seed=context.seed)[0], every_id(model)])
+    batches = [torch.cat([token_ids(model, seed=context.seed)[0], every_id(model)]), *_other_shapes(model, context)]
 
     def both(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         own = in_dtype(model, dtype)
         with truly(dtype):
-            before = logits_before(architecture, own, ids)
+            before = _rows(logits_before(architecture, own, ids) for ids in batches)
             _apply(subject, own, context)
-            after = logits(own, ids)
+            after = _rows(logits(own, ids) for ids in batches)
         refuse_vacuous(before, max(_OUTPUT_UNITS) * torch.finfo(dtype).eps)
         return after, before
 
@@ -49,6 +49,17 @@ def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str
         allowed = f"{_OUTPUT_UNITS[0]:g} eps of bfloat16 and {_UNITS:g} of the others are allowed"
         raise CheckFailed(f"{architecture}: the float output has changed: {ladder}, where {allowed}")
     return f"{architecture} {ladder}"
+
+
+def _other_shapes(model: nn.Module, context: CheckContext) -> list[Tensor]:
+    """A token alone, as in each step of a generation, two of them, a row alone, and several long ones: what runs in a forward may look."""
+    shapes = ((1, 1), (1, 2), (1, 12), (4, 40))
+    return [token_ids(model, seed=context.seed + 1, rows=rows, length=length)[0] for rows, length in shapes]
+
+
+def _rows(outputs: Iterable[Tensor]) -> Tensor:
+    """Outputs [B, T, V] of several batches as [N, V]."""
+    return torch.cat([one.flatten(0, 1) for one in outputs])
 
 
 def refuse_vacuous(expected: Tensor, limit: float) -> None:
@@ -178,14 +189,14 @@ def checkpoint(subject: Transform, context: CheckContext) -> str:
     def look(case: tuple[str, bool]) -> str:
         architecture, tied = case
         model = build(architecture, seed=context.seed, tied=tied)
-        ids = token_ids(model, seed=context.seed)[0]
+        batches = [token_ids(model, seed=context.seed)[0], *_other_shapes(model, context)]
         _apply(subject, model, context)
-        here = logits(model, ids)
+        here = _rows(logits(model, ids) for ids in batches)
         limit = _UNITS * torch.finfo(here.dtype).eps
         refuse_vacuous(here, limit)
         loaded = cast(OnlineTransform, subject).reload(model) if "online" in subject.tags else reloaded(model)
         what = f"{architecture}{' with tied weights' if tied else ''}"
-        _hold(logits(loaded, ids), here, limit, f"{what}: what is saved and loaded again does not compute the same")
+        _hold(_rows(logits(loaded, ids) for ids in batches), here, limit, f"{what}: saved and loaded again it does not compute the same")
         return what
 
     cases = [(architecture, False) for architecture in subject.architectures]

@@ -93,8 +93,8 @@ class Namespace:
     """The attributes of a class or module at one moment, each compared by identity."""
 
     def __init__(self, owner: object) -> None:
-        """Copy the references."""
-        self.values = vars(owner).copy()
+        """Copy the references; not what pickling notes of a class it meets."""
+        self.values = {name: value for name, value in vars(owner).items() if name != "__slotnames__"}
 
     def __eq__(self, other: object) -> bool:
         """Equal with a namespace of the same names and the very same objects."""

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,9 @@ def test_a_kv_cache_scheme_is_calibrated_written_and_read_alike(kv, scheme, make
     model = make_model("llama")
     before = logits(model, token_ids)
     modules = dict(model.named_modules())
-    oneshot(model, recipe=recipe(scheme, kv_cache_scheme=KV[kv]), dataset=list(token_ids), output_dir=tmp_path / "out")
+    by_token = pytest.warns(UserWarning, match="one scale for each sequence and head") if kv == "fp8 tokens" else nullcontext()
+    with by_token:
+        oneshot(model, recipe=recipe(scheme, kv_cache_scheme=KV[kv]), dataset=list(token_ids), output_dir=tmp_path / "out")
     ours = logits(model, token_ids)
     assert not torch.equal(ours, before)
     assert torch.equal(transformers_logits(tmp_path / "out", token_ids), ours)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from compressor.errors import BindError, EscapedTensorError, GuardDriftError
-from compressor.training import Snapshot, Trainer, TrainStep, adamw
+from compressor.errors import BindError, EscapedTensorError, GuardDriftError, ReplayError
+from compressor.training import Snapshot, Trainer, TrainStep, adamw, sgd
 
 MODES = ("capture", "replay")
 
@@ -110,3 +110,41 @@ def test_a_nested_tensor_is_refused_in_words_and_runs_eagerly() -> None:
     for mode in MODES:
         with pytest.raises(BindError, match="a nested tensor cannot be copied into a fixed buffer"):
             trainer(loss_fn, mode).fit(ragged, 2)
+
+
+class Buffered(nn.Module):
+    """A step of it leaves its buffer in another shape."""
+
+    def __init__(self, moved: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self._moved = nn.Linear(4, 3), moved
+        self.register_buffer("kept", torch.zeros(20, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self._moved(self.kept, x.detach())
+        return self.inner(x + self.kept.mean(0) if self.kept.shape[-1] == 4 else x)
+
+
+SHAPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "grows": lambda kept, x: torch.cat([kept, x[:1]]),
+    "shrinks": lambda kept, x: kept[1:],
+    "transposed": lambda kept, x: kept.t(),
+    "resized": lambda kept, x: kept.resize_(len(kept) + 1, 4).zero_(),
+    "expanded": lambda kept, x: x[:1].expand(len(kept) + 1, 4),
+}
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+@pytest.mark.parametrize("how", SHAPES)
+def test_a_buffer_that_changes_its_shape_is_refused_and_the_state_is_as_before(how: str, mode: str) -> None:
+    torch.manual_seed(0)
+    model = Buffered(SHAPES[how])
+    step = TrainStep(model, lambda model, batch: model(batch["x"]).square().mean(), sgd(model.parameters(), 0.1))
+    trainer = Trainer(step, mode)
+    batches = [{"x": torch.randn(5, 4, generator=torch.Generator().manual_seed(number))} for number in range(6)]
+    before = [Snapshot.take(step)]
+    with pytest.raises(ReplayError, match=r"kept|resize_"):
+        for batch in batches:
+            before.append(Snapshot.take(step))
+            trainer.train_step(batch)
+    assert before[-1].differences(Snapshot.take(step)) == []

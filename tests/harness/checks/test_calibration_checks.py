@@ -302,3 +302,17 @@ CASES = [pytest.param(what, marks=[] if what in ALWAYS else [pytest.mark.nightly
 def test_tokens_that_are_lost_are_told(what, hides):
     found, summary = outcome(changed(LOST[what], hides), "calibration.every_token")
     assert found is Outcome.FAIL and ("counts for nothing" in summary or "count for nothing" in summary or "saw" in summary)
+
+
+class DampsInSequence(OurCalibration):
+    """A little more damping where layers come one after the other."""
+
+    def run(self, rows, *, sequential=True, **options):
+        weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}
+        groups = {"all": {"targets": ["Linear"], "weights": weights}}
+        settings = {"config_groups": groups, "ignore": ["lm_head"], "dampening_frac": 0.0105 if sequential else 0.01}
+        return OurCalibration(settings=settings).run(rows, sequential=sequential, **options)
+
+
+def test_a_pipeline_with_other_settings_is_caught():
+    assert outcome(DampsInSequence(), 46)[0] is Outcome.FAIL

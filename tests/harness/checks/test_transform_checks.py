@@ -184,3 +184,34 @@ def test_what_hangs_on_the_callers_seed_or_on_earlier_calls_is_told(how):
     (record,) = check(subject, checks=["transform.repeats"]).records
     assert record.outcome is (Outcome.PASS if how == "fixed" else Outcome.FAIL), record.summary
     assert how == "fixed" or "others after a second call" in record.summary
+
+
+class Online(InPlaceTransform):
+    """Something of it runs in forwards."""
+
+    def reload(self, model):
+        raise NotImplementedError
+
+
+def looking(when):
+    """Doubles the weight of a layer and halves its inputs, but in some forwards."""
+
+    def hook(module, args):
+        return None if when(args[0]) else (args[0] / 2,)
+
+    def apply(model, batches):
+        layer = model.model.layers[0].mlp.down_proj
+        layer.weight.mul_(2)
+        layer.register_forward_pre_hook(hook)
+
+    return Online(apply, ["*.down_proj.weight"], architectures=["llama"], tags=frozenset({"invariant_fp", "online"}))
+
+
+SHAPES = {"a token": lambda x: x.shape[1] == 1, "a row": lambda x: len(x) == 1, "long rows": lambda x: x.shape[1] > 32}
+
+
+@pytest.mark.parametrize("when", SHAPES.values(), ids=SHAPES)
+def test_a_hook_that_looks_at_shapes_is_caught(when):
+    record = check(looking(when), checks=[31]).records[0]
+    assert record.outcome is Outcome.FAIL and "the float output has changed" in record.summary
+    assert check(looking(lambda x: False), checks=[31]).records[0].outcome is Outcome.PASS
