@@ -56,9 +56,11 @@ class Snapshot:
         for name, tensor in step.tensors().items():
             if name in self.tensors:  # what a failed step has added or replaced stays; the guards name it
                 saved = self.tensors[name]
-                if (tensor.shape, tensor.stride()) == (saved.shape, saved.stride()):
+                if tensor.shape == saved.shape and all(
+                    stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+                ):
                     tensor.copy_(saved)
-                else:  # the step has resized it, or put another in its place
+                else:  # the step has resized or expanded it, or put another in its place
                     tensor.data = saved.clone()
         for name, learner in step.learners().items():
             if f"grad:{name}" not in self.tensors:  # made by the step; the next backward pass would add to it
