@@ -56,9 +56,7 @@ class Snapshot:
         for name, tensor in step.tensors().items():
             if name in self.tensors:  # what a failed step has added or replaced stays; the guards name it
                 saved = self.tensors[name]
-                if tensor.shape == saved.shape and all(
-                    stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-                ):
+                if tensor.shape == saved.shape and not _is_expanded(tensor):
                     tensor.copy_(saved)
                 else:  # the step has resized or expanded it, or put another in its place
                     tensor.data = saved.clone()
@@ -99,3 +97,9 @@ def _distance(a: Tensor, b: Tensor) -> str:
         return f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}"
     x, y = (t.to(torch.float64) if not t.is_complex() else torch.view_as_real(t).double() for t in (a, b))
     return f"{int((x != y).sum())} of {x.numel()} elements differ, by up to {(x - y).abs().max().item():.3e}"
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    """Whether several of its elements are one, which nobody writes to."""
+    is_strided = tensor.layout is torch.strided
+    return is_strided and any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
