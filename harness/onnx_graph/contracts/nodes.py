@@ -182,8 +182,12 @@ class NumericEqual(Contract):
     def _with_special_ids(self, pair: Pair, first: Mapping[str, np.ndarray], before: Session) -> list[Drawing]:
         """Ids that the graphs know by number, as no draw from a large vocabulary would hit them."""
         drawings: list[Drawing] = []
-        refused = dict[str, None]()
-        for name, number, inputs in special_inputs(first, _special(pair, first)):
+        refused, special = dict[str, None](), _special(pair, first)
+        if many := [name for name, numbers in special.items() if len(numbers) > _MOST_SPECIAL]:
+            pair.notes.append(
+                f"{self.name}: of the numbers that {some(many)} is compared with, only the first {_MOST_SPECIAL} were looked at"
+            )
+        for name, number, inputs in special_inputs(first, _few(special)):
             try:
                 drawings.append((inputs, before.run(inputs)))
             except GraphRefused:
@@ -209,7 +213,7 @@ class NumericEqual(Contract):
     def _padded(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], before: Session, after: Session) -> list[Finding]:
         """Masks as batches have them. Where all keys are hidden no more is asked than that nothing is NaN or infinite that was not."""
         names, limit = [value.name for value in pair.before.graph.output], self._policy.min_sqnr_db
-        for where, inputs in padded_inputs(drawn[0], _special(pair, drawn[0])) if self._inputs is None else ():
+        for where, inputs in padded_inputs(drawn[0], _few(_special(pair, drawn[0]))) if self._inputs is None else ():
             try:
                 expected = before.run(inputs)
             except GraphRefused:
@@ -302,8 +306,12 @@ def _special(pair: Pair, first: Mapping[str, np.ndarray]) -> dict[str, list[int]
     for name, ids in first.items():
         if ids.ndim and ids.size > 1 and ids.dtype.kind in "iu" and not is_mask(name, ids.dtype):
             low, high = (0, rows[name] - 1) if rows.get(name) else (np.iinfo(ids.dtype).min, np.iinfo(ids.dtype).max)
-            found[name] = sorted({number for one in both for number in one.get(name, ()) if low <= number <= high})[:_MOST_SPECIAL]
+            found[name] = sorted({number for one in both for number in one.get(name, ()) if low <= number <= high})
     return found
+
+
+def _few(special: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    return {name: numbers[:_MOST_SPECIAL] for name, numbers in special.items()}
 
 
 def _accepted(graph: Session, first: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], tables: Mapping[str, int]) -> Drawing:

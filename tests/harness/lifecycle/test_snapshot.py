@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import threading
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from harness.lifecycle.driving.probes import TinyModel
-from harness.lifecycle.driving.snapshot import Snapshot, freeze, num_hooks
+from harness.lifecycle.driving.snapshot import Namespace, Snapshot, freeze, num_hooks
 
 
 def _set_grad(model: TinyModel) -> None:
@@ -140,3 +141,14 @@ def test_what_is_held_weakly_may_go_when_garbage_is_collected(kind: Any) -> None
     del module
     gc.collect()
     assert frozen == freeze(state) and frozen != freeze({"kept": kind()})
+
+
+def test_what_pickling_notes_of_a_class_is_no_change() -> None:
+    class Own:
+        pass
+
+    before = Namespace(Own)
+    copy.copy(Own())
+    assert "__slotnames__" in vars(Own) and Namespace(Own) == before
+    Own.seen = True  # type: ignore[attr-defined]
+    assert Namespace(Own) != before

@@ -127,6 +127,15 @@ def test_an_id_that_either_graph_compares_with_is_drawn_from_any_vocabulary(how:
     assert NumericEqual().check(sound, _marked(29_000)).holds
 
 
+def test_special_ids_beyond_those_that_are_drawn_are_said() -> None:
+    numbers = np.arange(100, 112)
+    text = "g = Gather(table, input_ids) c = Unsqueeze(input_ids, last) e = Equal(c, special) f = Cast<to = 1>(e) y = MatMul(f, held)"
+    table, held = np.ones((300, 2), np.float32), np.arange(24, dtype=np.float32).reshape(12, 2)
+    model = _parsed("int64[B, S] input_ids", "float[B, S, 2] y", text, table=table, special=numbers, last=[2], held=held)
+    result = NumericEqual().check(model, model)
+    assert "of the numbers that input_ids is compared with, only the first 8 were looked at" in result.message
+
+
 def test_a_special_id_is_seen_where_masks_hide_it_and_where_it_pads_alone() -> None:
     first = {"ids": np.full((2, 5), 3), "mask": np.ones((2, 5), np.int64)}
     whole = [inputs["ids"].tolist() for _, _, inputs in special_inputs(first, {"ids": [9]})]
