@@ -278,6 +278,7 @@ _READERS: Mapping[str, Callable[[Constants, ir.Node], np.ndarray | None]] = {
     "MatMulIntegerToFloat": _with_scale(1, 3, 5),
     "MatMulNBits": _nbits,
 }
+_MOVES_ONE_HOT = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze"})
 _HOLDS_CODES = frozenset({"MatMulInteger", "QLinearMatMul", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"})
 
 
@@ -289,14 +290,14 @@ def find_projection(constants: Constants, node: ir.Node) -> Projection | None:
         node: any node.
 
     Returns:
-        The layer; None if it is none: no such operator, not exactly one activation, or no constant matrix of rank 2.
+        The layer; None if it is none: no such operator, not exactly one activation, no constant matrix of rank 2, or a lookup of its rows.
     """
     read = _READERS.get(node.op_type)
     if read is None or is_opaque(node):
         return None
     given = operands(node)
     activations = [value for value in given if not constants.view.is_constant(value)]
-    if len(activations) != 1 or activations[0] is None:
+    if len(activations) != 1 or activations[0] is None or _is_one_hot(activations[0]):
         return None
     matrix = read(constants, node)
     if matrix is None or matrix.ndim != 2 or matrix.shape[0] < 2:
@@ -305,6 +306,12 @@ def find_projection(constants: Constants, node: ir.Node) -> Projection | None:
     weight = next((value for value in given if value is not None and value is not activations[0]), node.inputs[1])
     assert weight is not None
     return Projection(node, activations[0], matrix.astype(np.float32), constants.sources(weight), stored)
+
+
+def _is_one_hot(value: ir.Value | None) -> bool:
+    """Whether a product with it looks rows up, as a Gather does."""
+    node = None if value is None else value.producer()
+    return node is not None and (node.op_type == "OneHot" or (node.op_type in _MOVES_ONE_HOT and _is_one_hot(node.inputs[0])))
 
 
 def _squeezed(matrix: np.ndarray) -> np.ndarray | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -11,22 +12,23 @@ import onnx
 from compressor.errors import UserInputError
 from compressor.model.folder import some
 from harness.onnx_graph.contracts.base import Contract, Finding, Pair
+from harness.onnx_graph.graph.added_masks import added_masks
 from harness.onnx_graph.graph.drawn_inputs import (
+    Sizes,
     example_inputs,
     full_size_inputs,
     inputs_of,
     is_mask,
     narrower_ids,
     nudged,
-    open_axes,
     other_inputs,
-    resized_inputs,
-    single_inputs,
+    zeroed_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
 from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
+from harness.onnx_graph.graph.sized_inputs import sizes_to_look_at
 from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS
 
 
@@ -62,6 +64,8 @@ class AllowedDomains(Contract):
 
 _ROUNDING_MARGIN_DB = 20.0
 """What a graph that rounds in another order may be worse than one whose inputs moved by one rounding: ten times the amplitude."""
+_ZERO_DB = 60.0
+"""Of one row of equal values a norm leaves rounding, a millionth, times the reciprocal root of its epsilon."""
 _LEAST_DB = 20.0
 """Below it the exported graph decides nothing itself."""
 _MOST_SPECIAL = 8
@@ -79,12 +83,14 @@ class NumericEqual(Contract):
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
     limit that its integer kernels need (source: measured, see the README of this room).
 
-    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew; once all open
-    sizes are others, and where the exported graph takes it, some are 1. Of what the exported graph refuses smaller integers are tried, else
-    it keeps its first values, and a note names what had the same values or size throughout; what it takes and the optimized graph refuses
-    is a violation. Under `golden` all floats are large at once, over each of these masks and flags, and over masks of two ones a row and of
-    two zeros. Rounding grows there: the limit is then what inputs that moved by one rounding leave, less 20 dB.
+    Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew; then with
+    floats that are zero in whole rows, and in other open sizes (`sized_inputs`), each with holes and padding. Of what the exported graph
+    refuses smaller integers are tried, else it keeps its first values, and notes name what had the same values throughout and the sizes
+    that were refused; what it takes and the optimized graph refuses is a violation. Under `golden` all floats are large at once, over each
+    of these masks and flags, and over masks of two ones a row and of two zeros. Rounding grows there: the limit is then what inputs that
+    moved by one rounding leave, less 20 dB.
     Masks also pad rows on the left and right, and leave one empty: what sees nothing there may change, but not to NaN or infinite.
+    A mask of floats that is only added to scores is written as zero and the least float.
     Numbers that either graph compares ids with (padding, the end of a text) stand first and last in rows, padded ones and whole ones.
     Outputs are compared in their order: a name that moved to another output is a violation, a new name is a note, for exporters number
     outputs that nobody names.
@@ -141,22 +147,32 @@ class NumericEqual(Contract):
             return [self.violated(f"{error}; {_BEFORE} can") if is_damage else self.not_analysed(str(error))]
 
     def _compared(self, pair: Pair, first: Mapping[str, np.ndarray]) -> list[Finding]:
-        before = Session(pair.before, POLICIES["golden"], _BEFORE)
-        drawings = self._drawings(pair, first, before)
-        after = Session(pair.after, self._policy, _AFTER)
+        added = added_masks(pair.before) if self._inputs is None else ()
+        before = Session(pair.before, POLICIES["golden"], _BEFORE, added)
+        as_large = self._as_large(pair, first, before)
+        sized = self._sized(pair, before) if self._inputs is None else []
+        after = Session(pair.after, self._policy, _AFTER, added)
         names = [value.name for value in pair.before.graph.output]
+        drawings = [drawing for several in (as_large, *sized) for drawing in several]
         rows = [output_rows(names, expected, after.run(inputs)) for inputs, expected in drawings]
-        for name, *values in zip(names, *(expected for inputs, expected in drawings if _is_as_large(inputs, first)), strict=True):
+        for name, *values in zip(names, *(expected for _, expected in as_large), strict=True):
             if len(values) > 1 and all(_is_same(values[0], other) for other in values[1:]):
                 pair.notes.append(f"{self.name}: output {name} did not change with the inputs that were drawn, so it says little of them")
-        judged = [self._judge(pair, several) for several in zip(*rows, strict=True)]
+        shapes = [_shapes(inputs) for inputs, _ in drawings]
+        judged = [self._judge(pair, several, shapes) for several in zip(*rows, strict=True)]
         found = [finding for finding in judged if finding is not None]
         found += self._unvaried(pair, [inputs for inputs, _ in drawings])
-        as_large = [inputs for inputs, _ in drawings if _is_as_large(inputs, first)]
-        return found or self._at_full_size(pair, as_large, before, after) or self._padded(pair, as_large, before, after)
+        if found or self._inputs is not None:
+            return found
+        several = [[inputs for inputs, _ in one] for one in (as_large, *sized)]
+        return (
+            self._at_zero(pair, as_large[0], before, after)
+            or self._at_full_size(pair, several[0], before, after)
+            or list(islice(self._padded(pair, several, before, after), 1))
+        )
 
-    def _drawings(self, pair: Pair, first: Mapping[str, np.ndarray], before: Session) -> list[Drawing]:
-        """Draw again. Of a drawing that the exported graph refuses, what it takes is kept."""
+    def _as_large(self, pair: Pair, first: Mapping[str, np.ndarray], before: Session) -> list[Drawing]:
+        """Draw again as large as at first. Of a drawing that the exported graph refuses, what it takes is kept."""
         drawings: list[Drawing] = [(first, before.run(first))]
         if self._inputs is not None:
             return drawings
@@ -171,12 +187,24 @@ class NumericEqual(Contract):
         same = [name for name, one in first.items() if one.size and all(np.array_equal(one, other[name]) for other, _ in drawings)]
         if same:
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
-        drawings += _first_accepted(before, resized_inputs(pair.before, self._seed))
-        drawings += [drawing for one in single_inputs(pair.before, self._seed) for drawing in _first_accepted(before, iter([one]))]
-        fixed = [place for place in open_axes(pair.before) if len({one[place[0]].shape[place[1]] for one, _ in drawings}) == 1]
-        if fixed:
-            shown = ", ".join(f"axis {axis} of {name}" for name, axis in fixed)
-            pair.notes.append(f"{self.name}: open sizes were not varied, as {_BEFORE} refuses the others that were tried: {shown}")
+        return drawings
+
+    def _sized(self, pair: Pair, before: Session) -> list[list[Drawing]]:
+        """Draw in other sizes, in each twice: as at first, and everything anew with holes in the masks."""
+        drawings, tables, refused = list[list[Drawing]](), reached_tables(pair.before), dict[str, None]()
+
+        def first_drawn(*several: Sizes) -> Drawing | None:
+            return _first_drawn(before, pair.before, several, self._seed + 4)
+
+        for words, several in sizes_to_look_at(pair.before, lambda sizes: first_drawn(sizes) is not None):
+            drawn = first_drawn(*several)
+            if drawn is None:
+                refused[words] = None
+                continue
+            other = next(other_inputs(pair.before, drawn[0], self._seed + 4))
+            drawings.append([drawn, _accepted(before, drawn[0], other, tables)])
+        if refused:
+            pair.notes.append(f"{self.name}: {_BEFORE} refuses open sizes, which were not looked at: {'; '.join(refused)}")
         return drawings
 
     def _with_special_ids(self, pair: Pair, first: Mapping[str, np.ndarray], before: Session) -> list[Drawing]:
@@ -210,52 +238,79 @@ class NumericEqual(Contract):
         why = f"{_BEFORE} refuses the other ids that were tried, so what they name was not looked at; pass inputs"
         return [self.not_analysed(f"input {name}: {why}") for name in fixed]
 
-    def _padded(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], before: Session, after: Session) -> list[Finding]:
+    def _padded(
+        self, pair: Pair, groups: Sequence[Sequence[Mapping[str, np.ndarray]]], before: Session, after: Session
+    ) -> Iterator[Finding]:
         """Masks as batches have them. Where all keys are hidden no more is asked than that nothing is NaN or infinite that was not."""
         names, limit = [value.name for value in pair.before.graph.output], self._policy.min_sqnr_db
-        for where, inputs in padded_inputs(drawn[0], _few(_special(pair, drawn[0]))) if self._inputs is None else ():
-            try:
-                expected = before.run(inputs)
-            except GraphRefused:
-                pair.notes.append(f"{self.name}: masks {where} were not looked at; the exported graph refuses them")
-                continue
-            actual = after.run(inputs)
-            if not (wrong := _wrong(output_rows(names, expected, actual), limit)):
-                continue
-            taken = equal_where_undecided((before, after), inputs, drawn[-1], (expected, actual))
-            if left := _wrong(output_rows(names, expected, taken), limit):
-                return [self.violated(f"{left}, {where}")]
-            pair.notes.append(f"{self.name}: {wrong}, {where}, but only at places that see nothing which the mask leaves")
+        undecided, refused = list[str](), dict[str, None]()
+        for drawn in groups:
+            for where, inputs in padded_inputs(drawn[0], _few(_special(pair, drawn[0]))):
+                try:
+                    expected = before.run(inputs)
+                except GraphRefused:
+                    refused[f"{self.name}: masks {where} were not looked at; {_BEFORE} refuses them"] = None
+                    continue
+                actual = after.run(inputs)
+                if wrong := _wrong(output_rows(names, expected, actual), limit):
+                    taken = equal_where_undecided((before, after), inputs, drawn[-1], (expected, actual))
+                    if left := _wrong(output_rows(names, expected, taken), limit):
+                        yield self.violated(f"{left}, {where}: {_shapes(inputs)}")
+                    undecided.append(f"{self.name}: {wrong}, {where}, but only at places that see nothing which the mask leaves")
+        more = f"; so in {len(undecided) - 1} drawings more" if len(undecided) > 1 else ""
+        pair.notes.extend([*refused, *(f"{one}{more}" for one in undecided[:1])])
+
+    def _at_zero(self, pair: Pair, first: Drawing, before: Session, after: Session) -> list[Finding]:
+        """Floats that are zero. A deviation of what is equal is nothing but rounding, so the limit is wider than that of other inputs."""
+        names, limit = [value.name for value in pair.before.graph.output], min(_ZERO_DB, self._policy.min_sqnr_db)
+        for words, inputs in zeroed_inputs(pair.before, first[0]):
+            expected = before.run(inputs)
+            if not all(map(_is_as_finite, expected, first[1])):
+                pair.notes.append(f"{self.name}: what is computed where {words} was not looked at; {_BEFORE} is not finite there")
+            elif wrong := _wrong(output_rows(names, expected, after.run(inputs)), limit):
+                return [self.violated(f"{wrong}, where {words}")]
         return []
 
     def _at_full_size(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], before: Session, after: Session) -> list[Finding]:
         """All floats large at once. Rounding grows there, so the limit is what inputs that moved by one rounding leave, less a margin."""
-        if self._inputs is not None or self._policy is not POLICIES["golden"]:
+        if self._policy is not POLICIES["golden"]:
             return []
-        found: list[Finding] = []
-        names, said = [value.name for value in pair.before.graph.output], set[str]()
-        for large in full_size_inputs(pair.before, drawn, self._seed):
+        names, said = [value.name for value in pair.before.graph.output], dict[str, None]()
+        larges = list(full_size_inputs(pair.before, drawn, self._seed))
+        found = list[Finding]()
+        for large, other in zip(larges, [*larges[1:], *larges[:1]], strict=True):
             try:
                 expected, moved = before.run(large), before.run(nudged(large, self._seed))
             except GraphRefused:
-                said.add(f"{self.name}: inputs that are all large were not looked at; the exported graph refuses them")
+                said[f"{self.name}: inputs that are all large were not looked at; {_BEFORE} refuses them"] = None
                 continue
-            rounding, rows = output_rows(names, expected, moved), output_rows(names, expected, after.run(large))
-            for own, row in ((own, row) for pairs in zip(rounding, rows, strict=True) for own, row in zip(*pairs, strict=False)):
-                limit = min(self._policy.min_sqnr_db, own.sqnr_db - _ROUNDING_MARGIN_DB)
-                if own.changed or limit < _LEAST_DB:
-                    said.add(f"{self.name}: output {own.name} says nothing where all inputs are large: rounding decides it")
-                elif row.wrong(limit):
-                    found.append(self.violated(f"{row.text(limit)}, where all inputs are large"))
-        pair.notes.extend(sorted(said))
+            rounding, actual = output_rows(names, expected, moved), after.run(large)
+            wrong, unclear = self._beyond_rounding(rounding, output_rows(names, expected, actual))
+            if wrong:
+                taken = equal_where_undecided((before, after), large, other, (expected, actual))
+                wrong, _ = self._beyond_rounding(rounding, output_rows(names, expected, taken))
+            found += [self.violated(f"{text}, where all inputs are large") for text in wrong]
+            said |= dict.fromkeys(unclear)
+        pair.notes.extend(said)
         return found[:1]
 
-    def _judge(self, pair: Pair, drawings: Sequence[Sequence[OutputRow]]) -> Finding | None:
+    def _beyond_rounding(self, rounding: Sequence[Sequence[OutputRow]], rows: Sequence[Sequence[OutputRow]]) -> tuple[list[str], list[str]]:
+        """What is wrong, in words, and where rounding decides."""
+        wrong, unclear = list[str](), list[str]()
+        for own, row in ((own, row) for pairs in zip(rounding, rows, strict=True) for own, row in zip(*pairs, strict=False)):
+            limit = min(self._policy.min_sqnr_db, own.sqnr_db - _ROUNDING_MARGIN_DB)
+            if own.changed or limit < _LEAST_DB:
+                unclear.append(f"{self.name}: output {own.name} says nothing where all inputs are large: rounding decides it")
+            elif row.wrong(limit):
+                wrong.append(row.text(limit))
+        return wrong, unclear
+
+    def _judge(self, pair: Pair, drawings: Sequence[Sequence[OutputRow]], shapes: Sequence[str]) -> Finding | None:
         """One output on every drawing. One that says nothing on some is judged by the others."""
         limit, rows = self._policy.min_sqnr_db, [row for drawing in drawings for row in drawing]
         for at, drawing in enumerate(drawings, 1):
             if wrong := _wrong([drawing], limit):
-                return self.violated(f"{wrong}{f', on drawing {at} of {len(drawings)}' * (at > 1)}")
+                return self.violated(f"{wrong}{f', on drawing {at} of {len(drawings)}: {shapes[at - 1]}' * (at > 1)}")
         told = [row for row in rows if not row.unknown]
         if not told:
             return self.not_analysed(rows[0].unknown)
@@ -279,8 +334,14 @@ def _wrong(outputs: Sequence[Sequence[OutputRow]], limit_db: float) -> str:
     return next((row.text(limit_db) for rows in outputs for row in rows if row.wrong(limit_db)), "")
 
 
-def _is_as_large(inputs: Mapping[str, np.ndarray], first: Mapping[str, np.ndarray]) -> bool:
-    return all(inputs[name].shape == one.shape for name, one in first.items())
+def _shapes(inputs: Mapping[str, np.ndarray]) -> str:
+    return ", ".join(f"{name} {list(one.shape)}" for name, one in inputs.items())
+
+
+def _is_as_finite(one: Any, other: Any) -> bool:
+    """Whether two outputs are NaN or infinite at the same places."""
+    pairs = list(zip(arrays_of(one), arrays_of(other), strict=False))
+    return all(a.dtype.kind != "f" or (a.shape == b.shape and np.array_equal(np.isfinite(a), np.isfinite(b))) for a, b in pairs)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -290,13 +351,15 @@ def _is_same(one: Any, other: Any) -> bool:
     )
 
 
-def _first_accepted(graph: Session, several: Iterator[Mapping[str, np.ndarray]]) -> list[Drawing]:
-    for inputs in several:
+def _first_drawn(graph: Session, model: onnx.ModelProto, several: Sequence[Sizes], seed: int) -> Drawing | None:
+    """Draw in the first of several sizes that is not too large, and that the graph takes."""
+    for sizes in several:
         try:
-            return [(inputs, graph.run(inputs))]
-        except GraphRefused:
+            inputs = example_inputs(model, seed, sizes)
+            return inputs, graph.run(inputs)
+        except (GraphRefused, UserInputError):
             continue
-    return []
+    return None
 
 
 def _special(pair: Pair, first: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
@@ -353,10 +416,10 @@ def _interface_changed(pair: Pair) -> list[str]:
     return types or [f"{what}: {_shown(was)} became {_shown(now)}" for what, was, now in both if _takes_less(_sizes(was), _sizes(now))]
 
 
-Sizes = Sequence[int | str | None]
+Declared = Sequence[int | str | None]
 
 
-def _sizes(kind: onnx.TypeProto.Tensor) -> Sizes | None:
+def _sizes(kind: onnx.TypeProto.Tensor) -> Declared | None:
     """What is declared: a length, a name, or None for whatever it is; of an unknown rank nothing is."""
     if not kind.HasField("shape"):
         return None
@@ -367,7 +430,7 @@ def _shown(kind: onnx.TypeProto.Tensor) -> str:
     return f"[{', '.join('?' if size is None else str(size) for size in _sizes(kind) or ())}]"
 
 
-def _takes_less(was: Sizes | None, now: Sizes | None) -> bool:
+def _takes_less(was: Declared | None, now: Declared | None) -> bool:
     """What ran before does not run now: another rank, or a length that was another one or open."""
     if was is None or now is None:
         return now is not None

@@ -6,6 +6,7 @@ Drawn with integers only, which are the same on every machine.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,24 +20,24 @@ from harness.onnx_graph.graph.indexed_tables import id_limits, reached_tables
 _MOST_ELEMENTS = 2**28
 _MOST_TRIES = 8
 _MOST_FLAGS = 6
+_MOST_BITS_OF_A_SAMPLE = 16
 _WIDE = range(-200, 200)  # what integers are drawn from that index no table; a graph that refuses them is given smaller ones
 _SMALL = (*range(16), -1)
+_FACTOR = re.compile(r"\w+")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What open sizes are drawn as; those of one name are equal.
+    """What open sizes are drawn as; those of one name are equal, and one that is declared as a sum or product (`past + 1`) is computed.
 
     Attributes:
         first: of a first axis.
         other: of any other axis.
-        apart: what each further name adds, so that no two are equal.
-        named: so far.
+        named: of some names; completed by those that are met.
     """
 
     first: int = 2
     other: int = 7
-    apart: int = 0
     named: dict[str, int] = field(default_factory=dict)
 
     def of(self, dimension: Any, axis: int) -> int:
@@ -49,14 +50,30 @@ class Sizes:
         Returns:
             What is declared, or what is drawn.
         """
-        if not _is_open(dimension):
+        if not is_open(dimension):
             return int(dimension.dim_value)
-        size = (self.first if axis == 0 else self.other) + self.apart * len(self.named)
-        return self.named.setdefault(dimension.dim_param, size) if dimension.dim_param else size
+        size = self.other if axis else self.first
+        terms = terms_of(dimension.dim_param)
+        factors = [[int(one) if one.isdigit() else self.named.setdefault(one, size) for one in term] for term in terms]
+        return sum(map(math.prod, factors)) if factors else size
 
 
-def _is_open(dimension: Any) -> bool:
-    return not (dimension.HasField("dim_value") and dimension.dim_value >= 0)  # -1 is how some exporters say: open
+def is_open(dimension: Any) -> bool:
+    """Whether a graph leaves the size of an axis open; -1 is how some exporters say so."""
+    return not (dimension.HasField("dim_value") and dimension.dim_value >= 0)
+
+
+def terms_of(declared: str) -> list[list[str]]:
+    """Take apart how the size of an axis is declared.
+
+    Args:
+        declared: a name, or a sum of products of names and numbers, as exporters write what follows from other sizes.
+
+    Returns:
+        The factors of each term; none of a size without a name, and the whole of what is written otherwise.
+    """
+    terms = [[factor.strip() for factor in term.split("*")] for term in declared.split("+")] if declared else []
+    return terms if all(_FACTOR.fullmatch(factor) for term in terms for factor in term) else [[declared]]
 
 
 def example_inputs(model: onnx.ModelProto, seed: int = 0, sizes: Sizes | None = None) -> dict[str, np.ndarray]:
@@ -89,37 +106,7 @@ def inputs_of(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
 def open_axes(model: onnx.ModelProto) -> list[tuple[str, int]]:
     """Return name and axis of each size of an input that the graph leaves open."""
     shapes = {value.name: value.type.tensor_type.shape.dim for value in inputs_of(model)}
-    return [(name, axis) for name, shape in shapes.items() for axis, dimension in enumerate(shape) if _is_open(dimension)]
-
-
-def resized_inputs(model: onnx.ModelProto, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Draw inputs of other sizes, for what an optimizer froze at the sizes of the others. The first that the graph takes says most.
-
-    Args:
-        model: not modified.
-        seed: of the draw.
-
-    Yields:
-        Name to array; nothing where no size is open.
-    """
-    if open_axes(model):
-        for first, other, apart in ((3, 11, 1), (3, 11, 0), (3, 5, 0), (2, 11, 0), (2, 5, 0), (3, 7, 0)):
-            yield example_inputs(model, seed + 4, Sizes(first, other, apart))
-
-
-def single_inputs(model: onnx.ModelProto, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Draw inputs of one row, of one token, and of both: an axis of size 1 is what is squeezed, broadcast and left out by mistake.
-
-    Args:
-        model: not modified.
-        seed: of the draw.
-
-    Yields:
-        Name to array; nothing where no size is open.
-    """
-    if open_axes(model):
-        for first, other in ((1, 7), (2, 1), (1, 1)):
-            yield example_inputs(model, seed + 5, Sizes(first, other))
+    return [(name, axis) for name, shape in shapes.items() for axis, dimension in enumerate(shape) if is_open(dimension)]
 
 
 def other_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray], seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
@@ -197,6 +184,26 @@ def _two(like: np.ndarray) -> np.ndarray:
     at = np.arange(len(rows))
     rows[:, 0] = rows[at, 1 + at % (rows.shape[1] - 1)] = 1
     return rows.reshape(like.shape)
+
+
+def zeroed_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray]) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    """Zero floats as silence and padded frames are: what divides by a norm or a deviation, or takes a logarithm, needs its guard there.
+
+    Args:
+        model: not modified.
+        first: as they were drawn before.
+
+    Yields:
+        What was done, in words, and name to array; nothing where no input is a float.
+    """
+    limits = id_limits(model)
+    floats = {name: one for name, one in first.items() if _is_float(one.dtype) and not is_mask(name, one.dtype) and name not in limits}
+    rows = {name: one.reshape(-1, one.shape[-1]) for name, one in floats.items() if one.size and one.ndim}
+    if rows:
+        odd = {name: np.where(np.arange(len(one))[:, None] % 2 == 1, one, 0 * one).reshape(first[name].shape) for name, one in rows.items()}
+        yield "every second row of floats is zero", {**first, **odd}
+        half = {name: np.concatenate([0 * one[: (len(one) + 1) // 2], one[(len(one) + 1) // 2 :]]) for name, one in rows.items()}
+        yield "the first half of the floats is zero", {**first, **{name: one.reshape(first[name].shape) for name, one in half.items()}}
 
 
 def nudged(inputs: Mapping[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:
@@ -300,6 +307,6 @@ def _values(shape: tuple[int, ...], dtype: Any, draw: np.random.Generator, limit
         steps = _steps(shape, draw)
         return np.where(np.asarray(draw.integers(0, 16, shape)) == 0, 4 * steps, steps).astype(dtype)
     info = np.iinfo(dtype)
-    whole = free is _WIDE and info.bits == 8  # a picture's: thresholds lie anywhere
+    whole = free is _WIDE and info.bits <= _MOST_BITS_OF_A_SAMPLE  # of pictures and sound: thresholds lie anywhere
     low, high = (0, limit) if limit else (info.min, info.max + 1) if whole else (max(free.start, info.min), min(free.stop, info.max))
     return np.asarray(draw.integers(low, high, shape)).astype(dtype)

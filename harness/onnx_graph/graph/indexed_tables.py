@@ -16,7 +16,7 @@ import onnx
 from harness.onnx_graph.graph.local_functions import inlined
 from harness.onnx_graph.graph.view import DATA_INPUTS
 
-_MOVES = frozenset(
+MOVES = frozenset(
     {
         *("Identity", "Cast", "CastLike", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Expand", "Tile", "Slice", "Split"),
         *("Concat", "Gather", "GatherElements", "GatherND", "Where"),
@@ -93,7 +93,7 @@ def special_ids(model: onnx.ModelProto) -> dict[str, set[int]]:
 
 
 def _moves_ids(node: onnx.NodeProto) -> bool:
-    return node.op_type in _MOVES and node.op_type != "GatherND"
+    return node.op_type in MOVES and node.op_type != "GatherND"
 
 
 def _cast_to(node: onnx.NodeProto) -> int | None:

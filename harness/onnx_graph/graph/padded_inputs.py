@@ -57,12 +57,13 @@ def _with(ids: np.ndarray, number: int, at: int) -> np.ndarray:
 
 def _padded(ones: np.ndarray, at: int) -> np.ndarray:
     length = ones.shape[-1]
-    rows, pads = np.ones((ones.size // length, length), ones.dtype), min(_PADS, length - 1)
+    rows = np.ones((ones.size // length, length), ones.dtype)
     if at == _PADS:
         rows[::2] = 0
     else:
-        rows[at::2, :pads] = 0
-        rows[1 - at :: 2, length - pads :] = 0
+        for number, row in enumerate(rows):  # no two rows alike, so that none may have another's mask
+            pads = min(_PADS + number // 2, length - 1)
+            row[slice(0, pads) if number % 2 == at else slice(length - pads, None)] = 0
     return rows.reshape(ones.shape)
 
 
@@ -80,7 +81,7 @@ def equal_where_undecided(
 
     Args:
         graphs: the exported and the optimized one.
-        inputs: with padded masks.
+        inputs: with masks; without any, nothing is hidden.
         other: other values of the same shapes.
         outputs: what both gave.
 
@@ -90,6 +91,8 @@ def equal_where_undecided(
     """
     hidden = _hidden(inputs)
     before, after = ([arrays_of(one) for one in given] for given in outputs)
+    if not hidden:
+        return after
     leaks, new = (_leaks(graph, inputs, other, given) for graph, given in zip(graphs, (before, after), strict=True))
     found = zip(before, after, leaks, new, strict=True)
     return [
@@ -127,15 +130,14 @@ def _hidden(inputs: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
 def _other_content(
     inputs: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], hidden: Mapping[int, np.ndarray], place: int
 ) -> Iterator[dict[str, np.ndarray]]:
-    """Inputs with other values at one hidden place of each row, thrice, for one of few ids may be drawn again."""
-    content = {name: one for name, one in inputs.items() if one.ndim > 1 and one.size and not is_mask(name, one.dtype)}
-    for turn in range(_PADS + 1):
+    """Inputs with other values at one hidden place of each row, five times, for one of few ids may be drawn again."""
+    content = [name for name, one in inputs.items() if one.ndim > 1 and one.size and not is_mask(name, one.dtype)]
+    for source, turn in ((other, 0), (other, 1), (other, 2), (inputs, 1), (inputs, 2)):
         again = dict(inputs)
-        for name, one in content.items():
-            source = np.roll(one, turn).reshape(one.shape) if turn else other[name]
-            rows, at = _places(one.shape, hidden, place)
-            again[name] = one.copy()
-            again[name][rows, at] = source[rows, at]
+        for name in content:
+            rows, at = _places(inputs[name].shape, hidden, place)
+            again[name] = inputs[name].copy()
+            again[name][rows, at] = np.roll(source[name], turn)[rows, at]
         yield again
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from compressor.errors import UserInputError
 from harness.errors import HarnessError
+from harness.onnx_graph.graph.added_masks import as_added
 from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.view import RANDOM, GraphView, label
@@ -290,20 +291,21 @@ class Session:
         names: of its inputs.
     """
 
-    def __init__(self, model: onnx.ModelProto, policy: Policy, name: str = "the graph") -> None:
+    def __init__(self, model: onnx.ModelProto, policy: Policy, name: str = "the graph", added: Collection[str] = ()) -> None:
         """Load it.
 
         Args:
             model: not modified.
             policy: how.
             name: what errors call it.
+            added: masks that it adds to scores, and that `run` is nevertheless given as ones and zeros.
 
         Raises:
             GraphRefused: onnxruntime cannot load it.
         """
         import onnxruntime
 
-        self._name = name
+        self._name, self._added = name, frozenset(added)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, policy.level)
@@ -331,7 +333,8 @@ class Session:
         """
         _check_names(self.names, inputs)
         try:
-            found: list[Any] = self._session.run(None, {name: one for name, one in inputs.items() if name in self.names})
+            taken = {name: one for name, one in inputs.items() if name in self.names}
+            found: list[Any] = self._session.run(None, {name: as_added(one) if name in self._added else one for name, one in taken.items()})
         except Exception as error:  # as above
             given = ", ".join(f"{name} {list(one.shape)}" for name, one in inputs.items() if name in self.names)
             raise GraphRefused(error, self._name, f"run on {given or 'no inputs'}") from error
