@@ -131,7 +131,8 @@ def test_what_takes_inputs_of_another_width_is_not_fused_with_the_rest():
 
 def test_a_lookup_that_is_written_as_a_product_is_no_layer():
     text = "q1 = MatMul(x, wq) k1 = MatMul(other, wk) v1 = MatMul(other, wv) " + CORE
-    ids, table = f"int64[2, {LENGTH}] ids, float[2, {LENGTH}, {WIDTH}] other", np.random.default_rng(1).standard_normal((9, WIDTH)).astype(np.float32)
+    ids = f"int64[2, {LENGTH}] ids, float[2, {LENGTH}, {WIDTH}] other"
+    table = np.random.default_rng(1).standard_normal((9, WIDTH)).astype(np.float32)
     values = {"table": table, "depth": np.array([9]), "off_on": np.array([0, 1], np.float32)}
     looked_up = _model(f"x = Gather(table, ids) {text}", ids, **values)
     for one_hot in ("h = OneHot<axis = -1>(ids, depth, off_on) ", "o = OneHot<axis = -1>(ids, depth, off_on) h = Identity(o) "):
