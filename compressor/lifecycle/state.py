@@ -424,9 +424,19 @@ class State:
             holder: whose attribute it is. Changes it.
             name: of the attribute.
             value: its new value.
+
+        Raises:
+            UserInputError: it has no such attribute, or none that can be set.
         """
-        self.settings.append((holder, name, getattr(holder, name)))
-        setattr(holder, name, value)
+        try:
+            old = getattr(holder, name)
+            setattr(holder, name, value)
+        except AttributeError as error:
+            raise UserInputError(
+                f"{type(holder).__name__}.{name}: it was to become {value!r:.60}, and {error}; give an attribute that is there and can be "
+                "set, for an abort brings its old value back"
+            ) from error
+        self.settings.append((holder, name, old))
 
     def forget_originals(self, swapped: bool = False) -> None:
         """Forget kept originals.

@@ -47,7 +47,7 @@ def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, st
     """Make a whole run over the tiny model in another process.
 
     Args:
-        recipe: of the modifier alone.
+        recipe: of the modifier, and its followers.
         tags: of the modifier.
         seed: of the global generators.
         limit: seconds that importing the modifier, and each call of it, may take there.
@@ -123,7 +123,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(asked["threads"])
     watch = Stopwatch(asked["limit"])
     try:
-        (template,) = run_limited(lambda: load_recipe(asked["recipe"]).modifiers, watch)
+        template, *_ = run_limited(lambda: load_recipe(asked["recipe"]).modifiers, watch)  # and its followers
     except BaseException as error:  # noqa: BLE001 - importing somebody's module may raise anything, SystemExit too
         return {"error": f"there it cannot be made: {describe(error)}"}
     subject = Subject(template, tags=frozenset(asked["tags"]), stopwatch=watch)

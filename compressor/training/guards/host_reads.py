@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from io import IOBase
+from io import BytesIO, IOBase, StringIO
+from mmap import mmap
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,9 @@ from compressor.training.step.step import TrainStep
 # They read memory without an operator; `.item()` and its like are operators, which the recorder refuses.
 _READS = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")}
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+# They give something else each time, and do not show what comes next.
+_GIVING = Iterator | SimpleQueue | type(re.compile("").scanner(""))  # type: ignore[attr-defined]
+_STREAMS = StringIO | BytesIO | mmap
 
 
 class _Reads(TorchFunctionMode):
@@ -59,15 +65,18 @@ def watching_host(step: TrainStep) -> Iterator[None]:
 
     Raises:
         HostReadError: a tensor was read without an operator.
+        GuardDriftError: a stream in memory has moved on, and has more to give.
         UntrackedRandomnessError: a generator of Python or numpy was moved; those of the two modules are set back.
     """
     before = foreign_random()
     own = {name: (generator, generator_state(generator)) for name, generator in _generators(step)}
+    streams = [(name, stream, stream.tell()) for name, stream in _open_streams(step)]
     try:
         with _Reads(put_off=bool(step.ranks.groups)) as reads:
             yield
         if reads.refusal is not None:
             raise reads.refusal
+        _refuse_read_streams(streams)
     except ReplayError:
         before.restore()
         raise
@@ -86,20 +95,42 @@ def watching_host(step: TrainStep) -> Iterator[None]:
 
 
 def refuse_iterators(step: TrainStep) -> None:
-    """Refuse iterators: one that the step names moves on when it runs, and where it stands cannot be seen.
+    """Refuse iterators and their like: one that the step names moves on when it runs, and where it stands cannot be seen.
 
     Args:
         step: the step.
 
     Raises:
-        GuardDriftError: the step reaches an iterator.
+        GuardDriftError: the step reaches an iterator, a SimpleQueue or a scanner of re.
     """
     for name, getter in variables(step):
         value = getter()
-        if isinstance(value, Iterator) and not isinstance(value, IOBase):
+        if isinstance(value, _GIVING) and not isinstance(value, IOBase):
+            what = "an iterator" if isinstance(value, Iterator) else "like an iterator"
             raise GuardDriftError(
-                f"{name}: it is an iterator ({type(value).__name__}), which a replay would not advance; take from it outside of the step, "
+                f"{name}: it is {what} ({type(value).__name__}), which a replay would not advance; take from it outside of the step, "
                 "and give what it gave with the batch"
+            )
+
+
+def _open_streams(step: TrainStep) -> Iterator[tuple[str, StringIO | BytesIO | mmap]]:
+    for name, getter in variables(step):
+        value = getter()
+        if isinstance(value, _STREAMS) and not value.closed:
+            yield name, value
+
+
+def _refuse_read_streams(streams: Sequence[tuple[str, StringIO | BytesIO | mmap, int]]) -> None:
+    """One that was written to stands at its end: what is printed there once is no number of the step."""
+    for name, stream, before in streams:
+        if stream.closed or (place := stream.tell()) == before:
+            continue
+        is_read = bool(stream.read(1))
+        stream.seek(place)
+        if is_read:
+            raise GuardDriftError(
+                f"{name}: the step moves on in it ({type(stream).__name__}), and a replay would not; read it outside of the step, and "
+                "give what was read with the batch"
             )
 
 

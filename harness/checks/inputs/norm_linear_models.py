@@ -98,7 +98,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
-    """Run a model.
+    """Run a model in inference mode.
 
     Args:
         model: a language model; the decoder of an encoder-decoder reads the same ids.
@@ -107,10 +107,15 @@ def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
     Returns:
         [B, T, V].
     """
+    with torch.inference_mode():
+        return forward(model, input_ids)
+
+
+def forward(model: nn.Module, input_ids: Tensor) -> Tensor:
+    """Run a model in the modes that are on; else as `logits`."""
     config: Any = model.config
     decoder = {"decoder_input_ids": input_ids} if getattr(config, "is_encoder_decoder", False) else {}
-    with torch.inference_mode():
-        found: Tensor = model(input_ids=input_ids, use_cache=False, **decoder).logits
+    found: Tensor = model(input_ids=input_ids, use_cache=False, **decoder).logits
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar, cast
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
-from harness.checks.inputs.norm_linear_models import build, every_id, in_dtype, logits, logits_before, reloaded, token_ids, truly
+from harness.checks.inputs.norm_linear_models import build, every_id, forward, in_dtype, logits, logits_before, reloaded, token_ids, truly
 from harness.checks.protocols import OnlineTransform, Transform
+from harness.lifecycle.driving.snapshot import Difference, Snapshot
 from harness.tolerance import T3, climb, vacuous_decoys
 
 Case = TypeVar("Case")
@@ -128,6 +130,47 @@ def _each(cases: Sequence[Case], look: Callable[[Case], str]) -> list[str]:
     if not seen:
         raise NothingToCheckError("; ".join(left_out))
     return [*seen, *left_out]
+
+
+@register(
+    None,
+    "every_forward",
+    "Forwards that go on changing what layers are handed do so in training mode, with gradients and again and again; they leave nothing",
+    kind="transform",
+    needs=("invariant_fp", "online"),
+)
+def every_forward(subject: Transform, context: CheckContext) -> str:
+    """Run the first architecture in four modes, and look at it and the random numbers before and after."""
+    architecture = subject.architectures[0]
+    model = build(architecture, seed=context.seed)
+    batches = token_ids(model, seed=context.seed)
+    plain = _in_modes(model, batches)
+    _apply(subject, model, context)
+    before, _ = plain["evaluation mode without gradients"]
+    limit = _UNITS * torch.finfo(before.dtype).eps
+    refuse_vacuous(before, limit)
+    for mode, (after, found) in _in_modes(model, batches).items():
+        due, own = plain[mode]
+        if left := [one for one in found if (one.kind, one.where) not in {(its.kind, its.where) for its in own}]:
+            raise CheckFailed(f"{architecture} in {mode}: a forward changes {left[0]}", [str(one) for one in left])
+        if torch.equal(due, before):  # else the model drops out by itself, and what is turned meets other zeros
+            _hold(after, due, limit, f"{architecture} in {mode}: the float output has changed")
+    return f"{architecture}: relative error <= {limit:.2g} in {', '.join(plain)}"
+
+
+def _in_modes(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, tuple[Tensor, list[Difference]]]:
+    """Outputs [N, V] by mode, and what forwards behind the first, which may make something for all others, have changed."""
+    found = {}
+    for training, gradients in itertools.product((False, True), repeat=2):
+        model.train(training)
+        with torch.set_grad_enabled(gradients):
+            forward(model, batches[0])
+            before = Snapshot(model)
+            outputs = _rows(forward(model, ids).detach() for ids in batches)
+            mode = f"{'training' if training else 'evaluation'} mode {'with' if gradients else 'without'} gradients"
+            found[mode] = outputs, before.differences(Snapshot(model))
+    model.eval()
+    return found
 
 
 @register(33, "orthogonal", "||R R^T - I|| <= 32 eps sqrt(n)", kind="transform")

@@ -77,6 +77,9 @@ def new_process(subject: Subject) -> str:
     if "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
         raise NothingToCheckError(f"{cls.__qualname__} is defined where another process cannot find it; move it into a module")
     try:
+        own = subject.fresh()
+        if own.parts() != [own]:
+            raise NothingToCheckError(f"a recipe holds the parts of {cls.__name__} in its place; verify each of them")
         recipe = load_recipe([subject.fresh()]).dump()
         watch = subject.stopwatch
         there = run_elsewhere(recipe, subject.tags, _seed(subject), watch.limit, watch.restart)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.lifecycle import State
 from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, describe
@@ -27,6 +28,8 @@ LEAST_BATCHES = 4
 _ALIGNMENT = 64
 # What a modifier keeps for itself and in the shared state of the run.
 _ITS_OWN = ("state", "settings", "session")
+# What it holds of the batch that runs, for all modifiers alike.
+_OF_THE_BATCH = ("token_mask", "batch_index", "batch_shape", "sample_parts", "base_stream")
 _ADVICE = "hooks watch, and return None; change values in copies, or declare 'changes_forward'"
 
 
@@ -74,14 +77,15 @@ class _Watch:
                 self._hung.add(hook)
         self._begin = self._latest = Snapshot(model)
         self._layout = _layout(model)
-        self._original = [self._forward(model, one, nullcontext()) for one in self._cases]
+        self._original = [self._forward(State(model), model, one, nullcontext()) for one in self._cases]
         self._turn = 0
 
-    def compare(self, checked: CheckedRun) -> int:
+    def compare(self, checked: CheckedRun, state: State) -> int:
         """Hold forwards with the hooks awake against the same with the hooks asleep, or before the run where nothing was changed since.
 
         Args:
             checked: the run.
+            state: of the run; while a forward runs, it holds the mask of the batch.
 
         Returns:
             The number of forwards.
@@ -100,9 +104,9 @@ class _Watch:
         self._latest = now
         for number, case in cases:
             where = f"after {checked.oracle.last}, {case}"
-            due = self._original[number] if is_as_at_first else self._forward(run.model, case, run.hooks_disabled(None))
+            due = self._original[number] if is_as_at_first else self._forward(state, run.model, case, run.hooks_disabled(None))
             try:
-                came = self._forward(run.model, case, nullcontext())
+                came = self._forward(state, run.model, case, nullcontext())
             except Violation:
                 raise
             except Exception as error:  # hooks are their author's, and raise what they like
@@ -122,18 +126,18 @@ class _Watch:
         if len(due.values) != len(came.values):
             raise Violation("hooks", f"{where}: with its hooks other modules are called than without; {_ADVICE}", ["other modules"])
 
-    def _forward(self, model: nn.Module, case: _Case, sleep: AbstractContextManager[None]) -> _Forward:
+    def _forward(self, state: State, model: nn.Module, case: _Case, sleep: AbstractContextManager[None]) -> _Forward:
         witness, batch = Witness(model), copy.deepcopy(case.batch)
         self._callers.clear()
         reaching: list[Any] = []
         with_gradients = self._subject.trains or case.number % 2 == 0  # where another modifier trains, a calibration meets both
-        with sleep, _kept(model, case.training), random_numbers_kept(), torch.set_grad_enabled(with_gradients):
+        with sleep, _kept(model, case.training), _running(state, batch), random_numbers_kept(), torch.set_grad_enabled(with_gradients):
             begin_random_numbers()
             if case.number % 4 == 3:
                 _accumulate(model)
-            before = Snapshot(model)
+            before = Snapshot(model, {"batch": _of_the_batch(state)})
             output = witness.run(lambda: call(model, batch))
-            after = Snapshot(model)
+            after = Snapshot(model, {"batch": _of_the_batch(state)})
             if self._subject.trains:
                 reaching = gradients(model, output)
             tensors = freeze(dict(model.state_dict()))
@@ -177,7 +181,7 @@ def hooks_watch(subject: Subject) -> str:
             checked.forward(lambda: subject.forward(run))
         if checked.go(moment, modules=names).kind == "failed":
             break
-        num_forwards += watch.compare(checked)
+        num_forwards += watch.compare(checked, run.state)
     checked.close()
     return f"{num_forwards} forwards"
 
@@ -193,6 +197,23 @@ def _callers_hooks(called: list[nn.Module]) -> tuple[Callable[..., None], ...]:
             called.append(module)
 
     return first, second
+
+
+@contextmanager
+def _running(state: State, batch: Batch) -> Iterator[None]:
+    """Show modifiers the mask of a batch while it runs, as a calibration does."""
+    kept = {name: getattr(state, name) for name in _OF_THE_BATCH}
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point() and not bool(mask.all()):
+        state.token_mask = mask != 0
+    try:
+        yield
+    finally:
+        vars(state).update(kept)
+
+
+def _of_the_batch(state: State) -> dict[str, object]:
+    return {f"state.{name}": getattr(state, name) for name in _OF_THE_BATCH}
 
 
 @contextmanager

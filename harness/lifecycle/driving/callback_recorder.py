@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from compressor.lifecycle import Event, Modifier, State
+from harness.lifecycle.driving.snapshot import freeze
+from harness.lifecycle.driving.torch_settings import modes_aside
 from harness.lifecycle.oracle import CALLBACKS, Deed, Ending, EventSeen, Expected
 from harness.lifecycle.process_state import ModulesMayDraw
 
@@ -130,7 +132,7 @@ class Recorder:
             self.remarks.append(f"{type(owner).__name__}.{callback} did not get the loss that was sent, but {event[0].loss}")
         act = self._acts.get((number, callback), Act())
         frame, error, answer = _Frame(number), None, None
-        settings, before = _settings(state), self.running
+        settings, brought, before = _settings(state), _brought(event), self.running
         self._frames.append(frame)
         self.running = f"{type(owner).__name__}.{callback}"
         planned = False
@@ -151,6 +153,8 @@ class Recorder:
             self.running = before
             self._note(Expected(number, callback, _seen(event)), frame, answer, error, planned)
             self.remarks += [f"{type(owner).__name__}.{callback} changed state.{name}" for name in _changed(settings, _settings(state))]
+            if _brought(event) != brought:
+                self.remarks.append(f"{type(owner).__name__}.{callback} wrote into event.loss, which others read, too; change a copy")
         return answer
 
     def _own(self, own: Callable[..., Any], state: State, event: tuple[Event, ...]) -> Any:
@@ -285,6 +289,12 @@ def _seen(event: tuple[Event, ...]) -> EventSeen | None:
     if not isinstance(one, Event):
         return EventSeen(f"no event but {one!r}", 0.0, 0)
     return EventSeen(one.type.name, one.index, one.step, one.loss is not None, tuple(one.modules))
+
+
+@modes_aside()
+def _brought(event: tuple[Event, ...]) -> object:
+    """What an event brings for all to read, by its values."""
+    return freeze([getattr(one, "loss", None) for one in event])
 
 
 def _settings(state: State) -> dict[str, object]:

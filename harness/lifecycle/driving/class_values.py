@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from array import array
+from collections import UserDict, UserList, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 from torch import Tensor
 
 from compressor.lifecycle import Modifier
@@ -15,7 +19,9 @@ from harness.lifecycle.driving.snapshot import Same, freeze
 
 # Nobody's own: what these keep on a class is theirs to change.
 _FOREIGN = frozenset({"builtins", "pydantic", "abc", "typing", "typing_extensions"})
-_PLAIN = (type(None), bool, int, float, str, bytes, list, tuple, dict, set, Tensor)
+_SLICED = list | UserList | bytearray | array  # a slice of them can be written
+_FILLED = dict | UserDict | set | deque
+_PLAIN = None | bool | int | float | str | bytes | tuple | frozenset | Tensor | numpy.ndarray | _SLICED | _FILLED
 _MISSING = object()
 
 
@@ -72,12 +78,19 @@ def _frozen(value: object) -> object:
 
 
 def _contents(value: object) -> Any:
-    return value.copy() if isinstance(value, list | dict | set) else None
+    if isinstance(value, dict | UserDict):
+        return dict(value)  # a copy may ask for more, or load lazily
+    return copy.copy(value) if isinstance(value, _SLICED | set | deque | numpy.ndarray) else None
 
 
 def _put_back(owner: Any, name: str, value: Any, contents: Any) -> None:
     if vars(owner).get(name, _MISSING) is not value:
         setattr(owner, name, value)
-    if contents is not None:
+    if isinstance(value, numpy.ndarray):
+        if value.flags.writeable:
+            value[...] = contents
+    elif isinstance(value, _SLICED):
+        value[:] = contents
+    elif isinstance(value, _FILLED):
         value.clear()
-        (value.extend if isinstance(value, list) else value.update)(contents)
+        (value.extend if isinstance(value, deque) else value.update)(contents)

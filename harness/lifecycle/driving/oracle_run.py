@@ -27,6 +27,7 @@ MAY_STAY = ("module", "tensor", "grad", "state", "settings", "session")
 # What its author can do about a difference, by kind.
 REMEDIES = {
     "settings": "fields are settings, which a recipe writes; keep state under a private name, as self._seen",
+    "batch": "others read it, too; hooks watch, and change values in copies",
     "rng": "draw from a torch.Generator of your own, or declare 'random'",
     "attribute": "take it back when the calibration ends, or declare 'annotates'",
     "class": "keep state on the object, under a private name, as self._seen",

@@ -12,6 +12,8 @@ import operator
 import os
 import random
 import threading
+from array import array
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -313,10 +315,13 @@ def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = (), t
     below = (*above, id(value))
     if isinstance(value, Mapping):
         return {repr(key): freeze(item, depth - 1, below, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return [type(value).__name__, *(freeze(item, depth - 1, below, tensors) for item in value)]
     if isinstance(value, set | frozenset):
         return {repr(item) for item in value}
+    if isinstance(value, numpy.ndarray | array | bytearray):
+        numbers = numpy.asarray(value)
+        return [type(value).__name__, str(numbers.dtype), numbers.shape, numbers.tobytes()]
     if hasattr(value, "__dict__"):
         return [Same(value), {key: freeze(item, depth - 1, below, tensors) for key, item in vars(value).items()}]
     return Same(value)

@@ -177,3 +177,14 @@ def test_a_seed_that_no_generator_takes_is_an_error_in_words(seed: int) -> None:
 @pytest.mark.parametrize("seed", [2**64 - 1, -(2**63), -1])
 def test_every_seed_that_torch_takes_is_taken(seed: int) -> None:
     torch.Generator().manual_seed(State(nested(), seed=seed).seed)
+
+
+@pytest.mark.parametrize("name", ["not_there", "is_fixed"])
+def test_a_setting_that_cannot_be_brought_back_is_an_error_in_words_and_is_not_remembered(name: str) -> None:
+    class Config:
+        is_fixed = property(lambda self: 1)
+
+    state = State(nested(), keep_originals=True)
+    with pytest.raises(UserInputError, match=rf"Config\.{name}: it was to become 2, and .*; give an attribute that is there"):
+        state.set_setting(Config(), name, 2)
+    state.restore_originals()

@@ -193,25 +193,62 @@ class Online(InPlaceTransform):
         raise NotImplementedError
 
 
-def looking(when):
+def looking(when, architecture="llama", target="down_proj"):
     """Doubles the weight of a layer and halves its inputs, but in some forwards."""
 
     def hook(module, args):
-        return None if when(args[0]) else (args[0] / 2,)
+        return None if when(module, args[0]) else (args[0] / 2,)
 
     def apply(model, batches):
-        layer = model.model.layers[0].mlp.down_proj
-        layer.weight.mul_(2)
-        layer.register_forward_pre_hook(hook)
+        for name, layer in model.named_modules():
+            if "layers.0." in name and name.endswith(target):
+                layer.weight.mul_(2)
+                layer.register_forward_pre_hook(hook)
 
-    return Online(apply, ["*.down_proj.weight"], architectures=["llama"], tags=frozenset({"invariant_fp", "online"}))
+    return Online(apply, [f"*.{target}.weight"], architectures=[architecture], tags=frozenset({"invariant_fp", "online"}))
 
 
-SHAPES = {"a token": lambda x: x.shape[1] == 1, "a row": lambda x: len(x) == 1, "long rows": lambda x: x.shape[1] > 32}
+SHAPES = {"a token": lambda m, x: x.shape[1] == 1, "a row": lambda m, x: len(x) == 1, "long rows": lambda m, x: x.shape[1] > 32}
 
 
 @pytest.mark.parametrize("when", SHAPES.values(), ids=SHAPES)
 def test_a_hook_that_looks_at_shapes_is_caught(when):
     record = check(looking(when), checks=[31]).records[0]
     assert record.outcome is Outcome.FAIL and "the float output has changed" in record.summary
-    assert check(looking(lambda x: False), checks=[31]).records[0].outcome is Outcome.PASS
+    assert check(looking(lambda m, x: False), checks=[31]).records[0].outcome is Outcome.PASS
+
+
+def later(number):
+    """True from one of the forwards of a model on."""
+    seen = []
+    return lambda module, x: bool(seen.append(0)) or len(seen) > number
+
+
+MODES = {
+    "training": (lambda m, x: m.training, "in training mode without gradients: the float output has changed"),
+    "gradients": (lambda m, x: torch.is_grad_enabled(), "in evaluation mode with gradients: the float output has changed"),
+    "the tenth forward": (later(9), "the float output has changed"),
+    "a number": (lambda m, x: torch.rand(1) > 2, "a forward changes torch: rng was seeded or drawn from"),
+    "an activation": (lambda m, x: setattr(m, "last", x), "a forward changes model.layers.0.mlp.down_proj.last"),
+    "a buffer": (lambda m, x: m.register_buffer("largest", x.detach().amax()), "a forward changes model.layers.0.mlp.down_proj.largest"),
+}
+
+
+@pytest.mark.parametrize("what", MODES)
+def test_a_forward_that_depends_on_its_mode_or_leaves_something_is_told(what):
+    when, says = MODES[what]
+    record = check(looking(when), checks=["transform.every_forward"]).records[0]
+    assert record.outcome is Outcome.FAIL and says in record.summary, record.summary
+
+
+def making(module, x):
+    """Make something in the first forward."""
+    if not hasattr(module, "made"):
+        module.made = torch.ones(3)
+    return False
+
+
+@pytest.mark.parametrize(("architecture", "target"), [("llama", "down_proj"), ("opt", "out_proj")])
+def test_what_the_first_forward_makes_may_stay_and_a_models_own_dropout_is_its_own(architecture, target):
+    record = check(looking(making, architecture, target), checks=["transform.every_forward"]).records[0]
+    assert record.outcome is Outcome.PASS, record.summary

@@ -154,6 +154,34 @@ def test_a_tag_says_that_a_forward_is_meant_to_change() -> None:
     assert record.outcome is Outcome.SKIP
 
 
+class WatchesByTheMask(Base):
+    """What it does with the mask of the batch that runs."""
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        self.register_hook(state.model.get_submodule("norm"), lambda m, a, y: self.use(state, a[0]), "forward")
+
+    def use(self, state: State, x: Tensor) -> None:
+        raise NotImplementedError
+
+
+class WritesIntoTheMask(WatchesByTheMask):
+    def use(self, state: State, x: Tensor) -> None:
+        if state.token_mask is not None:
+            state.token_mask[..., -2:] = False
+
+
+class TakesTheMaskAway(WatchesByTheMask):
+    def use(self, state: State, x: Tensor) -> None:
+        state.token_mask = None
+
+
+class CountsTokens(WatchesByTheMask):
+    _num_tokens: int = 0
+
+    def use(self, state: State, x: Tensor) -> None:
+        self._num_tokens += x.shape[:-1].numel() if state.token_mask is None else len(x[state.token_mask])
+
+
 class PatchesForwardForATime(Base):
     def on_calibration_start(self, state: State, event: Event) -> None:
         forward = state.model.norm.forward  # type: ignore[union-attr]
@@ -198,6 +226,12 @@ class ScalesGradients(OfTraining):
     def on_start(self, state: State, event: Event) -> None:
         hook = lambda module, ins, outs: tuple(one * 2 for one in ins)  # noqa: E731
         self.register_hook(state.model.get_submodule("layers.0.up_proj"), hook, "full_backward")
+
+
+class HalvesTheLoss(OfTraining):
+    def on_event(self, state: State, event: Event) -> None:
+        if event.loss is not None:
+            event.loss.mul_(0.5)
 
 
 class Detaches(OfTraining):
@@ -299,6 +333,8 @@ class ChangesWithoutAWord(Base):
 
 
 WRONG: dict[type[Modifier], tuple[str, str]] = {
+    WritesIntoTheMask: ("hooks_watch", "state.token_mask: batch changed: bool[3, 21] holds other values; others read it"),
+    TakesTheMaskAway: ("hooks_watch", "state.token_mask: batch changed: bool[3, 21] -> None"),
     PatchesForwardForATime: ("hooks_watch", "the output of norm"),
     MutesOthers: ("hooks_watch", "on the model before the run"),
     ChangesTheOrderOfHooks: ("surroundings", "hooks"),
@@ -336,6 +372,12 @@ def test_a_wrong_modifier_is_told_by_name(modifier: type[Modifier], expected: tu
     record = look(modifier, check).records[-1]
     assert record.outcome is Outcome.FAIL
     assert says in record.summary
+
+
+def test_a_loss_that_a_callback_writes_into_is_told() -> None:
+    record = look(HalvesTheLoss(start=1.0, end=3.0), "completes").records[-1]
+    assert record.outcome is Outcome.FAIL
+    assert "HalvesTheLoss.on_event wrote into event.loss" in record.summary
 
 
 @pytest.mark.parametrize("modifier", [ScalesGradients(start=1.0, end=3.0), Detaches(start=1.0, end=3.0)], ids=lambda one: one.label)
@@ -500,7 +542,7 @@ class Annotates(Base):
 
 
 RIGHT = [
-    *(MakesModules, UsesAScratchNetwork, KeepsStatistics, KeepsInputsForATime, LooksAtKeywords, CopiesAndTrainsATwin),
+    *(MakesModules, UsesAScratchNetwork, KeepsStatistics, KeepsInputsForATime, LooksAtKeywords, CountsTokens, CopiesAndTrainsATwin),
     *(RunsTheModelItself, SeedsForItselfOnly, HasAGenerator, AddsAdaptersForATime, Annotates, WatchesGradients(start=1.0, end=3.0)),
 ]
 

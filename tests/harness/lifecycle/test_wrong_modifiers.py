@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from array import array
+from collections import Counter, OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from pydantic import PrivateAttr
@@ -17,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from compressor.lifecycle import Event, Modifier, Session, State
 from compressor.lifecycle.interface import Flags
 from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, tiny_batches
+from harness.lifecycle.driving.snapshot import freeze
 from harness.lifecycle.verify import verify
 from harness.reporting.verdict import Outcome, Verdict
 
@@ -129,6 +133,37 @@ class _Mixin:
 class KeepsLimitsInAMixin(_Mixin, Willing):
     def on_calibration_start(self, state: State, event: Event) -> None:
         self.limits[:] = [3]
+
+
+# Plain data of this file, and how a run changes it.
+IN_ITS_FILE: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "deque": (deque([1]), lambda held: held.append(1)),
+    "array": (array("d", [1]), lambda held: held.append(2.5)),
+    "bytearray": (bytearray(b"ab"), lambda held: held.append(1)),
+    "numpy": (numpy.zeros((2, 2)), lambda held: held.__iadd__(1)),
+    "Counter": (Counter("a"), lambda held: held.update("a")),
+    "OrderedDict": (OrderedDict(a=1), lambda held: held.update(a=2)),
+    "UserDict": (UserDict(a=1), lambda held: held.update(a=2)),
+    "UserList": (UserList([1]), lambda held: held.append(2)),
+}
+HELD: Any = None
+
+
+@pytest.mark.parametrize("what", IN_ITS_FILE)
+def test_plain_data_in_the_file_of_a_modifier_that_a_run_changes_is_told_and_put_back(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, change = IN_ITS_FILE[what]
+    monkeypatch.setattr(sys.modules[__name__], "HELD", held)
+    before = freeze(held)
+
+    class ChangesItsFile(Willing):
+        def on_finalize(self, state: State) -> bool:
+            change(held)
+            return True
+
+    record = verify(ChangesItsFile, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.nothing_left"]).records[-1]
+    assert record.outcome is Outcome.FAIL
+    assert "test_wrong_modifiers" in record.summary
+    assert freeze(held) == before
 
 
 class WritesItsDocstring(Willing):
