@@ -193,7 +193,7 @@ def _records_of_files(
     subject: Subject, base_hashes: Mapping[str, str], data_hash: str, policy: Policy, server: ServerName | None, progress: Progress
 ) -> tuple[list[CheckRecord], list[ModuleInspection], torch.nn.Module | None]:
     """Check what lies in the folders; return the records, what was found module by module, and the loaded checkpoint."""
-    folder, digests = subject.compressed.folder, check_digests(subject.compressed)
+    folder, digests = subject.compressed.folder, check_digests(subject.compressed.stored)
     records = [*check_files(subject), *check_record(folder, base_hashes, weight_files(subject.base.folder), data_hash), digests]
     records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
     records += check_serving(subject, server, policy)

@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 
 from compressor.errors import ModelError
+from compressor.model.checkpoints.format import stored_names
+from compressor.model.experts.unfuse import disk_names, weight_converters
 from compressor.model.folder import one_line, read_config
 from compressor.model.loading.load import quiet_transformers
 from compressor.model.targets import text_config
@@ -256,22 +258,30 @@ def first_line(error: BaseException) -> str:
     return one_line(error)
 
 
+_LAYOUT_FLAGS = ("is_transposed", "is_concatenated")
+
+
 def fused_layouts(model_dir: Path) -> dict[str, FusedLayout]:
-    """Return how the layers of experts of a model keep their weights, as their classes say.
+    """Return how the layers of experts of a model keep their weights, as their classes and the rules of transformers for its files say.
 
     Args:
         model_dir: folder with config.json.
     Returns:
-        By dotted name; of classes that do not say so nothing is known.
+        By dotted name in the files; of classes that do not say so nothing is known.
     Raises:
         ModelError: transformers does not know the architecture.
     """
-    flags = ("is_transposed", "is_concatenated")
-    return {
-        name: FusedLayout(*(bool(getattr(module, flag)) for flag in flags))
-        for name, module in _empty_model(model_dir).named_modules()
-        if all(hasattr(module, flag) for flag in flags)
-    }
+    model = _empty_model(model_dir)
+    flags = {name: [getattr(module, flag, None) for flag in _LAYOUT_FLAGS] for name, module in model.named_modules()}
+    layers = {name: (bool(turned), bool(joined)) for name, (turned, joined) in flags.items() if turned is not None and joined is not None}
+    if not layers:
+        return {}
+    converters, stored, found = weight_converters(model), stored_names(model, list(layers)), {}
+    for name, (is_transposed, is_concatenated) in layers.items():
+        disk = disk_names(converters, name)
+        names = {"gate_up_proj": (disk.gate, disk.up), "up_proj": (disk.up,), "down_proj": (disk.down,)}
+        found[stored.get(name, name)] = FusedLayout(is_transposed, is_concatenated, names)
+    return found
 
 
 def module_classes(model_dir: Path) -> dict[str, tuple[str, ...]]:

@@ -122,9 +122,12 @@ def config_of(
         return [alias for place in places[name] for alias in (place, renamed.get(place, place))]
 
     queries = {type(module).__name__ for module in attention_modules(model).values() if "q" in quantized_parts(module)}
+    ignore += [renamed[name] for name in ignore if name in renamed]
+    experts = {alias for name in _whole_experts(model) for alias in aliases(name)}
+    singles = [f"re:{re.escape(name)}[.][0-9]+[.]" for name in ignore if name in experts]  # as servers ask, which build them one by one
     return quantization_config(
         {alias: scheme for name, scheme in schemes.items() for alias in aliases(name)},
-        ignore + [renamed[name] for name in ignore if name in renamed],
+        ignore + singles,
         others=[alias for name in embeddings for alias in aliases(name)],
         kv_cache_scheme=kv,
         attention=sorted(queries),
@@ -150,11 +153,16 @@ def unquantized_linears(model: nn.Module) -> list[str]:
         Names of the modules that are still nn.Linear, of routers and gates that hold a matrix, and of experts that are fused or of which
         none is quantized, in the order of the model.
     """
-    named = dict(model.named_modules())
-    apart = [name for name, module in named.items() if isinstance(module, UnfusedExperts) and not _holds_quantized(module)]
-    fused, within = {*fused_modules(model), *apart}, tuple(f"{name}." for name in apart)
-    linears = [name for name, module in named.items() if matches(name, module, _LINEAR) or _is_router(module) or name in fused]
+    named, experts = dict(model.named_modules()), _whole_experts(model)
+    within = tuple(f"{name}." for name in experts)
+    linears = [name for name, module in named.items() if matches(name, module, _LINEAR) or _is_router(module) or name in experts]
     return [name for name in linears if not name.startswith(within)]
+
+
+def _whole_experts(model: nn.Module) -> set[str]:
+    """Layers of experts that are fused, or of which none is quantized."""
+    apart = {name for name, module in model.named_modules() if isinstance(module, UnfusedExperts) and not _holds_quantized(module)}
+    return {*fused_modules(model), *apart}
 
 
 def _holds_quantized(module: nn.Module) -> bool:

@@ -55,11 +55,11 @@ def reader_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme], *,
         has_kv: whether keys and values are quantized.
 
     Returns:
-        Sentences; empty for a model without quantized experts.
+        Sentences; empty for a model without experts.
     """
     layers = _quantized_experts(model, schemes)
     if not layers:
-        return _notes_of_sorted(model, schemes)
+        return [*_notes_of_sorted(model, schemes), *_notes_of_floats(model, schemes)]
     problems = reader_problems(model, schemes)
     if problems:
         return [
@@ -85,6 +85,24 @@ def _notes_of_sorted(model: nn.Module, schemes: Mapping[str, QuantizationScheme]
         "the tokens that an expert is handed share one scale of their inputs, as transformers computes them, which hands them over as "
         "[N, C]: what a token gives hangs on the others (vLLM scales each)"
     ]
+
+
+def _notes_of_floats(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+    converters, apart = weight_converters(model), [name for name, one in model.named_modules() if isinstance(one, UnfusedExperts)]
+    kept = (
+        [] if _floats_load_singly(schemes) else [one for one in (*apart, *fused_modules(model)) if disk_names(converters, one).is_converted]
+    )
+    if not kept:
+        return []
+    return [
+        f"{some(kept)} stay floats and are stored fused, as transformers loads them beside these schemes; vLLM reads the experts of most "
+        "architectures one by one"
+    ]
+
+
+def _floats_load_singly(schemes: Mapping[str, QuantizationScheme]) -> bool:
+    """Where all weights are fp8, transformers leaves floats as they are while it merges experts; else it finds none that it unpacks."""
+    return all(scheme.weights is None or (scheme.weights.type, scheme.weights.num_bits) == ("float", 8) for scheme in schemes.values())
 
 
 def with_expert_settings(
@@ -164,12 +182,12 @@ def kept_fused(model: Any, state: Mapping[str, Tensor], schemes: Mapping[str, Qu
     Args:
         model: a model of transformers.
         state: what will be saved.
-        schemes: of its quantized modules; beside fp8 weights alone floats load one by one, too.
+        schemes: of its quantized modules; where all weights are fp8 floats load one by one, too.
 
     Yields:
         Whether it does.
     """
-    if not any(scheme.weights is not None and scheme.weights.type == "int" for scheme in schemes.values()):
+    if _floats_load_singly(schemes):
         yield False
         return
     with _rules(model, [entry for entry in _own_rules(model) if not _splits(entry, state)]):

@@ -84,7 +84,7 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
         The record, and the model where it loaded in either way.
     """
     attempt, limit = load_compressed(subject.compressed.folder), "plain from_pretrained"
-    plain = [name for name in subject.compressed.entries if name.rpartition(".")[0] not in subject.modules]
+    plain = [name for name in subject.compressed.stored.entries if name.rpartition(".")[0] not in subject.modules]
     evidence: dict[str, Any] = {"tensors not quantized": len(plain), "loaded with dequantize=True": False}
     announced = _announced(subject, attempt)
     if attempt.model is None and not announced and not online_groups(subject) and _is_weight_only(subject):
@@ -111,7 +111,7 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     if attempt.model is None:
         summary = f"transformers does not load it: {_first(attempt.problems)}"
         return LOADS.record(Outcome.FAIL, summary, limit=limit, evidence=evidence, findings=attempt.problems), None
-    findings = [*attempt.problems, *_changed_by_loader(subject.compressed, attempt.model.state_dict(), plain)]
+    findings = [*attempt.problems, *_changed_by_loader(subject.compressed.stored, attempt.model.state_dict(), plain)]
     return LOADS.found(findings, f"whole; {len(plain)} unquantized tensors are in memory as in the file", evidence=evidence), attempt.model
 
 

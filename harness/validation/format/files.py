@@ -69,7 +69,7 @@ def check_files(subject: Subject) -> list[CheckRecord]:
         check_generation_config(subject),
         check_tokenizer(base_dir, folder),
         check_others(base_dir, folder),
-        check_shards(subject.compressed),
+        check_shards(subject.compressed.stored),
         check_tensors(subject),
     ]
 

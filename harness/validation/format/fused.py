@@ -1,14 +1,14 @@
-"""The base with its experts one by one, where its files hold them fused and those of the compressed checkpoint do not.
+"""A checkpoint with its experts one by one, where its files hold them fused and those of the other checkpoint do not.
 
 transformers keeps the experts of a layer in one tensor, `experts.gate_up_proj` and so on, and so do the files of some architectures. Their
-quantized experts are stored one by one, `experts.0.gate_proj`. What lies where in the fused tensors is what the class in transformers says
-of itself: `is_transposed`, `is_concatenated`.
+quantized experts are stored one by one, `experts.0.gate_proj`; floats beside them may be fused though the base's files are not. What lies
+where in the fused tensors is what the class in transformers says of itself: `is_transposed`, `is_concatenated`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,8 +18,6 @@ from torch import Tensor
 from harness.tolerance.bits import to_bytes
 from harness.validation.format.container import Checkpoint, TensorEntry
 
-_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
-
 
 @dataclass(frozen=True)
 class FusedLayout:
@@ -28,10 +26,12 @@ class FusedLayout:
     Attributes:
         is_transposed: weights lie as [in, out].
         is_concatenated: gate and up lie one after the other; else they alternate.
+        names: of the projections that each fused tensor is made of, in the files that keep them apart.
     """
 
     is_transposed: bool
     is_concatenated: bool
+    names: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,15 @@ class _Place:
 
 @dataclass
 class SingleExperts(Checkpoint):
-    """A base whose fused experts are shown one by one; `entries` have their shapes, and the places of the whole in the files."""
+    """A checkpoint whose fused experts are shown one by one; `entries` have their shapes, and the places of the whole in the files."""
 
     whole: Mapping[str, TensorEntry] = field(default_factory=dict)
     places: Mapping[str, _Place] = field(default_factory=dict)
+
+    @property
+    def stored(self) -> Checkpoint:
+        """The checkpoint as it lies on disk."""
+        return Checkpoint(self.folder, dict(self.whole), self.problems, self.num_files)
 
     def raw(self, name: str) -> np.ndarray:
         """Return the bytes of one tensor."""
@@ -69,40 +74,38 @@ class SingleExperts(Checkpoint):
         return to_bytes(self.places[name].taken(value)).reshape(-1).numpy()
 
 
-def with_single_experts(base: Checkpoint, compressed: Checkpoint, layouts: Mapping[str, FusedLayout]) -> Checkpoint:
-    """Show those experts of the base one by one that the compressed checkpoint stores so.
+def with_single_experts(shown: Checkpoint, other: Checkpoint, layouts: Mapping[str, FusedLayout]) -> Checkpoint:
+    """Show those experts of a checkpoint one by one that the other stores so.
 
     Args:
-        base: as it lies on disk.
-        compressed: whose names are followed.
-        layouts: of the layers of experts, by dotted name.
+        shown: as it lies on disk.
+        other: whose names are followed.
+        layouts: of the layers of experts, by dotted name in the files.
     Returns:
-        The base itself where nothing is stored otherwise.
+        The checkpoint itself where nothing is stored otherwise.
     """
-    entries, places = dict(base.entries), {}
+    entries, places = dict(shown.entries), {}
     for layer, layout in layouts.items():
-        for fused, _ in _split(base, compressed, layer):
+        for fused, names in _split(shown, other, layer, layout):
             entry = entries.pop(fused)
             is_bias = fused.endswith("_bias")
-            names = _FUSED[fused.removeprefix(f"{layer}.").removesuffix("_bias")]
             for expert in range(entry.shape[0]):
                 for which, name in enumerate(names):
                     place = _Place(fused, expert, which, len(names), layout, is_bias)
                     key = f"{layer}.{expert}.{name}.{'bias' if is_bias else 'weight'}"
                     shape = place.taken(torch.empty(entry.shape, dtype=torch.uint8, device="meta")).shape
                     entries[key], places[key] = replace(entry, shape=tuple(shape)), place
-    return SingleExperts(base.folder, entries, base.problems, base.num_files, base.entries, places) if places else base
+    return SingleExperts(shown.folder, entries, shown.problems, shown.num_files, shown.entries, places) if places else shown
 
 
-def _split(base: Checkpoint, compressed: Checkpoint, layer: str) -> Iterator[tuple[str, TensorEntry]]:
-    """The fused tensors of a layer that the compressed checkpoint does not have, where it has single experts."""
-    singles = re.compile(rf"{re.escape(layer)}\.[0-9]+\.([a-z_]+)\.")
-    there = {found[1] for name in compressed.entries if (found := singles.match(name))}
-    for fused, names in _FUSED.items():
+def _split(shown: Checkpoint, other: Checkpoint, layer: str, layout: FusedLayout) -> Iterator[tuple[str, Sequence[str]]]:
+    """The fused tensors of a layer that the other checkpoint does not have, where it has single experts, with their projections."""
+    singles = re.compile(rf"{re.escape(layer)}\.[0-9]+\.([a-z_0-9]+)\.")
+    there = {found[1] for name in other.entries if (found := singles.match(name))}
+    for fused, names in layout.names.items():
         for key in (f"{layer}.{fused}", f"{layer}.{fused}_bias"):
-            entry = base.entries.get(key)
-            if entry is not None and key not in compressed.entries and there.issuperset(names):
-                yield key, entry
+            if key in shown.entries and key not in other.entries and there.issuperset(names):
+                yield key, names
 
 
 def fused_again(tensors: Mapping[str, Tensor], base: Checkpoint) -> dict[str, Tensor]:

@@ -135,7 +135,10 @@ def _check_schemes(judged: _Judged, policy: Policy) -> CheckRecord:
 
 def _layer_problems(judged: _Judged) -> Iterator[str]:
     title = judged.server.title
-    for layer in judged.layers:
+    fused = judged.subject.compressed.entries.keys() - judged.subject.compressed.stored.entries.keys()
+    for experts in sorted({name.rsplit(".", 3)[0] for name in fused}):
+        yield f"{experts}: lies fused in the file, and {title} reads the experts of most architectures one by one"
+    for layer in (layer for layer in judged.layers if f"{layer.name}.weight" not in fused):
         name, meant = layer.name, judged.subject.modules.get(layer.name)
         if layer.is_split:
             if name == layer.shards[0]:

@@ -19,12 +19,17 @@ from harness.reporting.verdict import Outcome
 from harness.validation.behaviour.acceptance import check_loads
 from harness.validation.format.files import check_tensors
 from harness.validation.format.fused import fused_again
+from harness.validation.format.record import check_digests
 from harness.validation.inspection import inspect_modules
 from harness.validation.loading import load_with_our_reader
+from harness.validation.policy import Policy
+from harness.validation.serving.checks import check_serving
 from harness.validation.subject import read_subject
 from tests import tiny
 
 W4 = {"config_groups": {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 8}}}}
+
+ATTENTION = {"all": {**W4["config_groups"]["all"], "targets": ["re:.*self_attn.*_proj$"]}}
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +109,25 @@ def test_experts_that_were_left_alone_are_expected_as_in_the_base(mixtral: Path,
     subject = read_subject(mixtral, out)
     assert sorted(name.rpartition(".")[2] for name in subject.modules) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert check_tensors(subject).outcome is Outcome.PASS
+
+
+def test_experts_that_were_fused_in_the_compressed_files_are_compared_one_by_one(mixtral: Path, tmp_path: Path) -> None:
+    out = _compressed(mixtral, tmp_path / "out", targets=None, ignore=None, config_groups=ATTENTION)
+    subject = read_subject(mixtral, out)
+    assert check_tensors(subject).outcome is Outcome.PASS
+    assert check_digests(subject.compressed.stored).outcome is Outcome.PASS
+    assert check_loads(subject, allow_dequantize_load=False)[0].outcome is Outcome.PASS
+    said = next(record for record in check_serving(subject, "vllm", Policy()) if record.name == "serving.layers")
+    experts = "model.layers.0.block_sparse_moe.experts"
+    assert list(said.findings) == [f"{experts}: lies fused in the file, and vLLM 0.33.0 reads the experts of most architectures one by one"]
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.layers.0.block_sparse_moe.experts.gate_up_proj"][2, 50, 3] += 1
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    damaged = read_subject(mixtral, out)
+    record = check_tensors(damaged)
+    assert record.outcome is Outcome.FAIL and len(record.findings) == 1
+    assert record.findings[0].startswith("model.layers.0.block_sparse_moe.experts.2.w3.weight:")
+    assert check_digests(damaged.compressed.stored).outcome is Outcome.FAIL
 
 
 @pytest.fixture(scope="module")
