@@ -33,6 +33,7 @@ _SIZES = {
 # What is fetched of a model on the hub, besides its weights; of subfolders only templates.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.jinja")
 _CODE = "*.py"
+_CODE_PACKAGE = "transformers_modules."  # where transformers puts code that trust_remote_code let in
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,24 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
+
+
+def folder_of_code(source_dir: Path | None, model: Any, tokenizer: Any) -> Path | None:
+    """Find the folder whose own code runs, which may read whatever lies there.
+
+    Args:
+        source_dir: folder the model came from; None where that is not known, or is not to be looked at for a tokenizer.
+        model: of transformers.
+        tokenizer: or processor; may be None.
+
+    Returns:
+        The folder, of a model in memory the one that transformers loaded it from; None where no code came with the model, or none is there.
+    """
+    config = getattr(model, "config", None)
+    if not any(type(part).__module__.startswith(_CODE_PACKAGE) for part in (model, config, tokenizer)):
+        return None
+    name = source_dir or getattr(config, "name_or_path", None)
+    return Path(name) if name and is_dir(Path(name)) else None
 
 
 def check_sizes(path: Path, config: Mapping[str, Any]) -> None:
