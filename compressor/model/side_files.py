@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from compressor.model.folder import some
+from compressor.model.folder import WEIGHT_SUFFIXES, some
 
 # What a tokenizer or processor may read.
 TOKENIZER_PATTERNS = (
@@ -24,11 +24,6 @@ OTHER_PATTERNS = ("modules.json", "*sentence*.json", "[0-9]_*", "LICENSE*", "NOT
 _OWN_PATTERNS = (
     *("config.json", "generation_config.json", "compression.json", "*.index.json", "model*.safetensors", "pytorch_model*.bin"),
     *("README*", ".git*"),
-)
-# Weights, pickles and what downloads leave unfinished.
-_NOT_COPIED = (
-    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".ot", ".gguf", ".ggml", ".onnx", ".onnx_data"),
-    *(".tmp", ".part", ".incomplete"),
 )
 _MOST_BYTES = 100_000_000
 
@@ -99,7 +94,7 @@ def _all_files(folder: Path) -> Iterator[Path]:
 
 def _may_go(path: Path, folder: Path) -> bool:
     is_readable = path.is_file() and os.access(path, os.R_OK)
-    if not is_readable or path.name.startswith(".") or path.suffix.lower() in _NOT_COPIED or path.stat().st_size > _MOST_BYTES:
+    if not is_readable or path.name.startswith(".") or path.suffix.lower() in WEIGHT_SUFFIXES or path.stat().st_size > _MOST_BYTES:
         return False
     # Code has been let run, wherever it lies.
     return path.suffix == ".py" or any(path.resolve().is_relative_to(place) for place in _places(folder.resolve()))
