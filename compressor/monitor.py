@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from compressor.tracking import NO_TRACKER, Tracker
+from compressor.tracking import Trackers
 
 logger = logging.getLogger("compressor")
 
@@ -60,7 +60,7 @@ class Monitor:
     """Follows one run.
 
     Attributes:
-        tracker: gets the numbers of stages and steps, too.
+        trackers: get the numbers of stages and steps, too.
         phases: that have ended, in their order.
         stages: of the calibration that have ended, in their order; without those that an earlier run finished.
     """
@@ -69,7 +69,7 @@ class Monitor:
         """Begin the first phase."""
         self.phases: list[Lap] = []
         self.stages: list[Lap] = []
-        self.tracker: Tracker = NO_TRACKER
+        self.trackers = Trackers()
         self._phase_began = self._stage_began = time.perf_counter()
 
     @property
@@ -115,7 +115,7 @@ class Monitor:
         logger.info(text)
         for module, error in errors.items():
             logger.debug("%s: relative error %.3g", module, error)
-        self.tracker.log(_numbers(lap), number)
+        self.trackers.log(_numbers(lap), number)
         return text
 
     def end_step(self, step: int, values: Mapping[str, float]) -> None:
@@ -126,7 +126,7 @@ class Monitor:
             values: by name.
         """
         logger.debug("step %d: %s", step, ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
-        self.tracker.log({f"train/{name}": value for name, value in values.items()}, step)
+        self.trackers.log({f"train/{name}": value for name, value in values.items()}, step)
 
 
 def _numbers(lap: Lap) -> dict[str, float]:

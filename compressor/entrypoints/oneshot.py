@@ -147,7 +147,7 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     state.progress, state.monitor, state.ranks, ranks.device = bars, monitor, ranks, state.device
     with ExitStack() as held:
         told = {"model": str(source or type(model).__name__), "recipe": parsed.dump()}
-        monitor.tracker = held.enter_context(tracked(settings.trackers, told))
+        monitor.trackers = held.enter_context(tracked(settings.trackers, told))
         with (
             random_numbers_kept(devices="all"),
             unfused_experts(loaded.model, hold=loaded.from_memory) as experts,
@@ -182,6 +182,7 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
         written = ranks.first(lambda: None if folder is None else str(folder))
         monitor.end_phase("save")
         journal.finish()
+    report.notes += monitor.trackers.notes
     folder = None if written is None else Path(written)
     return _result(loaded, words.saved, state.report, record, folder, monitor, journal.summary)
 

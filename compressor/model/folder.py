@@ -30,9 +30,15 @@ _SIZES = {
 }
 
 
-# What is fetched of a model on the hub, besides its weights; of subfolders only templates.
+# What is fetched of a model on the hub, besides its weights and what its own code may read; of subfolders only templates.
 _TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.bpe", "*.jinja")
 _CODE = "*.py"
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".ot", ".gguf", ".ggml", ".onnx", ".onnx_data"),
+    *(".tmp", ".part", ".incomplete"),
+)
+"""How files end that are weights, pickles, or unfinished downloads: not fetched for a model's own code, nor copied with it."""
+_CODE_PACKAGE = "transformers_modules."  # where transformers puts code that trust_remote_code let in
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ def resolve_folder(
         model: path of a folder; or, as a text, a name on the Hugging Face hub: `owner/name` or `owner/name@revision`.
         revision: branch, tag or commit of such a name; None is main.
         weights: fetch the weights as well.
-        code: fetch Python files as well.
+        code: fetch Python files as well, and where there are any what they may read: all but weights and pickles.
         argument: how the user calls it, for errors.
 
     Returns:
@@ -82,6 +88,8 @@ def resolve_folder(
     files = [*_TEXTS, *([_CODE] if code else []), *([_SINGLE_FILE] if weights else [])]
     below = [f"*/{pattern}" for pattern in files if pattern != "*.jinja"]
     path = fetch(name, wanted, files, without=below, argument=argument)
+    if code and any(path.glob(_CODE)):  # which may read whatever lies beside it
+        fetch(name, path.name, ["*"], without=["README*", ".*", "*/.*", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)], argument=argument)
     if weights and (path / _INDEX_FILE).is_file():
         shards = [shard for shard in weight_files(path) if shard.endswith(".safetensors")]  # an index may name a pickle
         fetch(name, path.name, shards, argument=argument)
@@ -173,6 +181,24 @@ def is_there(path: Path) -> bool:
         return path.exists()
     except OSError:
         return False
+
+
+def folder_of_code(source_dir: Path | None, model: Any, tokenizer: Any) -> Path | None:
+    """Find the folder whose own code runs, which may read whatever lies there.
+
+    Args:
+        source_dir: folder the model came from; None where that is not known, or is not to be looked at for a tokenizer.
+        model: of transformers.
+        tokenizer: or processor; may be None.
+
+    Returns:
+        The folder, of a model in memory the one that transformers loaded it from; None where no code came with the model, or none is there.
+    """
+    config = getattr(model, "config", None)
+    if not any(type(part).__module__.startswith(_CODE_PACKAGE) for part in (model, config, tokenizer)):
+        return None
+    name = source_dir or getattr(config, "name_or_path", None)
+    return Path(name) if name and is_dir(Path(name)) else None
 
 
 def check_sizes(path: Path, config: Mapping[str, Any]) -> None:

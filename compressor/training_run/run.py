@@ -52,5 +52,7 @@ def train(model: str | Path | nn.Module, settings: TrainSettings) -> TrainResult
     run = TrainingRun(settings, place, text, modifiers, settings.seed, settings.progress)
     run.load(model, tokenizer, settings.device, settings.model_class, settings.trust_remote_code_model, settings.model_revision)
     run.read(settings.dataset, settings.eval_dataset, settings.max_seq_length, settings.text_column)
-    with tracked(settings.trackers, {"model": str(source or type(model).__name__), "recipe": text or "none"}) as run.monitor.tracker:
-        return run.train()
+    with tracked(settings.trackers, {"model": str(source or type(model).__name__), "recipe": text or "none"}) as run.monitor.trackers:
+        result = run.train()
+    result.report.notes += run.monitor.trackers.notes
+    return result

@@ -106,6 +106,61 @@ def test_a_run_that_fails_is_told_as_failed(told: Path, llama_dir: Path) -> None
     assert _read(told)[-1] == ["end", True]
 
 
+def _break(told: Path, line: str) -> None:
+    """Let the stand-in of wandb fail, where it would say that."""
+    stand_in = told.with_name("wandb.py")
+    text = stand_in.read_text(encoding="utf-8")
+    assert line in text
+    stand_in.write_text(text.replace(line, "raise LookupError('the network is gone\\nand more')"), encoding="utf-8")
+
+
+def test_a_tracker_that_does_not_start_is_an_error_in_one_line(told: Path, llama_dir: Path, tmp_path: Path) -> None:
+    _break(told, 'write("begin", project, config)')
+    words = r"report_to: 'wandb' does not start \(LookupError: the network is gone\); correct its settings, or leave report_to out\Z"
+    with pytest.raises(UserInputError, match=words):
+        oneshot(llama_dir, recipe=ROUND, report_to=["mlflow", "wandb"], output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert _read(told)[-1] == ["end", True]  # of the other
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('write("log", values, step)', "at stage 1 (LookupError: the network is gone); nothing is logged after it"),
+        ('write("end", error[0] is not None)', "as it finished (LookupError: the network is gone); what it was sent may not all be there"),
+    ],
+)
+def test_a_tracker_that_fails_ends_no_run(line: str, words: str, told: Path, llama_dir: Path, tokens_file: Path, tmp_path: Path) -> None:
+    keywords = {"recipe": ROUND, "dataset": tokens_file, "pipeline": "sequential"}
+    plain = oneshot(llama_dir, **keywords, output_dir=tmp_path / "plain")
+    _break(told, line)
+    with pytest.warns(UserWarning, match="tracker wandb failed") as warned:
+        result = oneshot(llama_dir, **keywords, output_dir=tmp_path / "out", report_to=["wandb", "mlflow"])
+    note = f"tracker wandb failed {words}"
+    assert [str(one.message) for one in warned] == [note]
+    assert result.report.notes == [*plain.report.notes, note]
+    assert sum(kind == "log" for kind, *_ in _read(told)) == len(result.stages) * (1 if "stage" in words else 2)  # the other gets all
+    written = {path.name for path in (tmp_path / "plain").iterdir()}
+    assert written == {path.name for path in (tmp_path / "out").iterdir()}
+    assert all((tmp_path / "plain" / name).read_bytes() == (tmp_path / "out" / name).read_bytes() for name in written)
+
+
+def test_a_tracker_that_fails_ends_no_training(told: Path, llama_dir: Path, tokens_file: Path, tmp_path: Path) -> None:
+    _break(told, 'write("log", values, step)')
+    with pytest.warns(UserWarning, match="tracker wandb failed at step 1"):
+        result = train(
+            llama_dir, dataset=tokens_file, output_dir=tmp_path / "out", steps=2, mode="eager", report_to="wandb", progress=False
+        )
+    assert len(result.losses) == 2 and "tracker wandb failed at step 1" in result.report.notes[-1]
+    assert (tmp_path / "out" / "config.json").is_file()
+
+
+def test_the_error_of_a_run_is_not_that_of_its_tracker(told: Path, llama_dir: Path) -> None:
+    _break(told, 'write("end", error[0] is not None)')
+    with pytest.warns(UserWarning, match="as it finished"), pytest.raises(UserInputError, match="nowhere"):
+        oneshot(llama_dir, recipe=ROUND.replace("lm_head", "nowhere"), report_to="wandb")
+
+
 def test_no_tracker_is_told_unless_asked(told: Path, llama_dir: Path) -> None:
     oneshot(llama_dir, recipe=ROUND)
     oneshot(llama_dir, recipe=ROUND, report_to="none")

@@ -27,9 +27,10 @@ from compressor.model.checkpoints.audit import audit_qparams, tensor_digests
 from compressor.model.checkpoints.format import config_of, stored_keys, stored_names, unquantized_linears
 from compressor.model.checkpoints.online import rotation_tensors, transform_config
 from compressor.model.experts.format import kept_fused, plain_names, with_expert_settings, with_fused_floats
-from compressor.model.folder import one_line, read_json, some
+from compressor.model.folder import folder_of_code, one_line, read_json, some
 from compressor.model.headers import NAMES, write_header, write_tensors
 from compressor.model.loading.load import quiet_transformers
+from compressor.model.side_files import OTHER_PATTERNS, TOKENIZER_PATTERNS, copy_side_files
 from compressor.model.targets import all_names, text_config
 from compressor.nn.layer import QuantizedLayer
 from compressor.nn.online_rotation import rotated_modules
@@ -47,16 +48,6 @@ MAX_SHARD_BYTES = 5_000_000_000
 _Write = Callable[[Mapping[str, Tensor], Path, Mapping[str, str]], None]
 
 RECORD_FILE = "compression.json"
-# What a tokenizer or processor may read; never Python files, which _copy_code treats apart.
-_TOKENIZER_PATTERNS = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*vocab*.json", "vocab.txt", "vocab.bpe", "merges.txt"),
-    *("*.model", "*.tiktoken", "tekken.json", "chat_template*", "additional_chat_templates", "*processor_config.json"),
-    *("audio_tokenizer_config.json", "speaker_embeddings_path.json"),
-    *("*.spm", "*.codes", "*.tokenizer", "dict.txt", "normalizer.json", "emoji.json", "byte_maps.json", "word_*.json"),
-)
-# What sentence-transformers reads beside the model, and what whoever passes the model on has to pass on, too.
-_OTHER_PATTERNS = ("modules.json", "*sentence*.json", "[0-9]_*", "LICENSE*", "NOTICE*")
-_REMOTE_CODE_PACKAGE = "transformers_modules."  # where transformers puts code that trust_remote_code let in
 
 
 def save_checkpoint(
@@ -107,7 +98,7 @@ def save_checkpoint(
             _write_module(folder, state, max_shard_bytes)
         else:
             _write_pretrained(folder, transformers_model, with_fused_floats(model, state), schemes, max_shard_bytes, write_tensors)
-            _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir))
+            _write_tokenizer(folder, transformers_model, tokenizer, None if source_dir is None else Path(source_dir), target)
             described = read_json(folder / "config.json").get("quantization_config")
         if record is not None or (transformers_model is None and described is not None):
             write_record(folder, record or {}, described, tensor_digests(folder))
@@ -399,10 +390,13 @@ def _read_back(folder: Path, wanted: Mapping[str, Any]) -> None:
         raise CheckpointError(f"checkpoint: {len(wrong)} tensors do not read back as they were written ({some(wrong)}); nothing was kept")
 
 
-def _write_tokenizer(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source_dir: Path | None) -> None:
+def _write_tokenizer(
+    folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source_dir: Path | None, target: Path | None = None
+) -> None:
+    """Write what lies beside the weights: the tokenizer, and what the model's own code may read, but for what `target` holds of that."""
     paths, others = (
         [] if source_dir is None else sorted({path for pattern in patterns for path in source_dir.glob(pattern)})
-        for patterns in (_TOKENIZER_PATTERNS, _OTHER_PATTERNS)
+        for patterns in (TOKENIZER_PATTERNS, OTHER_PATTERNS)
     )
     for path in (*paths, *others):
         if path.is_dir():
@@ -412,11 +406,6 @@ def _write_tokenizer(folder: Path, model: PreTrainedModel, tokenizer: PreTrained
     if not paths and tokenizer is not None:
         with quiet_transformers():
             tokenizer.save_pretrained(folder)
-    if source_dir is not None and any(type(part).__module__.startswith(_REMOTE_CODE_PACKAGE) for part in (model, tokenizer)):
-        _copy_code(source_dir, folder)
-
-
-def _copy_code(source_dir: Path, folder: Path) -> None:
-    """Copy the Python files that the caller has let run, without which the model would not load again."""
-    for path in sorted(source_dir.glob("*.py")):
-        shutil.copyfile(path, folder / path.name)
+    code = folder_of_code(source_dir, model, tokenizer)
+    if code is not None:
+        copy_side_files(code, folder, without=target)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from compressor.errors import ModelError
-from compressor.model.folder import check_no_adapter, check_not_quantized, one_line, read_config, resolve_folder, some
+from compressor.model.folder import check_no_adapter, check_not_quantized, folder_of_code, one_line, read_config, resolve_folder, some
 from compressor.model.headers import StoredTensor
 from compressor.model.loading.casts import are_equal, check_casts, check_codes, check_places, names_in_model, read_headers, tie_notes
 from compressor.model.loading.load import (
@@ -30,6 +30,7 @@ from compressor.model.loading.load import (
     resolve_class,
     resolve_dtype,
 )
+from compressor.model.side_files import side_notes
 
 _SCALE = "_scale_inv"  # of fp8 weights in blocks, as DeepSeek has called it
 _MERGE = ("MergeModulelist",)
@@ -103,7 +104,8 @@ def load_empty(
         check_places(model, folder, unscaled)
         check_codes(model, folder, unscaled)
         cast = check_casts(model, folder, unscaled, is_asked=wanted != "auto") if reads_values else ()
-        notes = (*cast, *tie_notes(model))
+        code = folder_of_code(folder, model, tokenizer)
+        notes = (*cast, *tie_notes(model), *(() if code is None else side_notes(code)))
     unexpected = tuple(sorted(info["unexpected_keys"]))
     return EmptyModel(LoadedModel(model, tokenizer, folder, False, unexpected, notes, found.origin), tensors, scales, block, sources, made)
 

@@ -26,6 +26,7 @@ from compressor.model.folder import (
     check_no_revision,
     check_not_quantized,
     check_weight_files,
+    folder_of_code,
     one_line,
     read_config,
     read_json,
@@ -34,6 +35,7 @@ from compressor.model.folder import (
 )
 from compressor.model.hub import Origin
 from compressor.model.loading.casts import check_casts, check_places, read_headers, tie_notes
+from compressor.model.side_files import side_notes
 from compressor.model.targets import ends_of, text_config
 from compressor.nn.layer import QuantizedLayer
 from compressor.spelling import nearest
@@ -116,7 +118,9 @@ def load_model(
         if config_folder is not None:
             raise ModelError(f"config_name: {str(config_folder)!r} was given for a model in memory, which has its config; leave it out")
         _refuse_lazy(source)
-        return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True)
+        code = folder_of_code(None, source, None)
+        notes = () if code is None else side_notes(code)
+        return LoadedModel(source, tokenizer=None, source_dir=None, from_memory=True, notes=notes)
     torch_device, torch_dtype = resolve_device(device), resolve_dtype(dtype)
     found = resolve_folder(source, revision, code=trust_remote_code)
     folder = found.path
@@ -136,6 +140,8 @@ def load_model(
         tokenizer = load_tokenizer(folder, trust_remote_code)
         check_places(model, folder, headers := read_headers(folder))
         notes = (*check_casts(model, folder, headers, is_asked=torch_dtype != "auto"), *tie_notes(model))
+        code = folder_of_code(folder, model, tokenizer)
+        notes += () if code is None else side_notes(code)
     unexpected = tuple(sorted(info["unexpected_keys"]))
     return LoadedModel(model.to(torch_device), tokenizer, folder, False, unexpected, notes, found.origin)
 

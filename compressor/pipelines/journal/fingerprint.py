@@ -25,8 +25,9 @@ from compressor.data import CalibrationData
 from compressor.data.collate import hash_batches
 from compressor.data.layouts import dense_parts, shape_of
 from compressor.lifecycle import Report
-from compressor.model.folder import weight_files
+from compressor.model.folder import folder_of_code, weight_files
 from compressor.model.loading.load import LoadedModel
+from compressor.model.side_files import side_files
 from compressor.numerics.precision import matmul_precision, slow_dtypes
 from compressor.pages import HASHERS, raw_bytes
 from compressor.pipelines.settings import SequentialSettings
@@ -99,8 +100,10 @@ def model_identity(loaded: LoadedModel, base: Mapping[str, str], tokenizer: Any)
     else:
         folder = loaded.source_dir
         found = [path for path in folder.iterdir() if path.suffix in _TEXT_SUFFIXES and path.name not in base] + [*folder.glob("*/*.jinja")]
-        texts = sorted(path.relative_to(folder).as_posix() for path in found if path.is_file())
-        identity["files"] = {**base, **file_hashes(folder, texts)}
+        texts = {path.relative_to(folder).as_posix() for path in found if path.is_file()}
+        code = folder_of_code(folder, loaded.model, loaded.tokenizer)
+        beside = [] if code is None else side_files(code)[0]
+        identity["files"] = {**base, **file_hashes(folder, sorted({*texts, *beside}))}
     return identity if tokenizer is None else {**identity, "tokenizer": _tokenizer_hash(tokenizer)}
 
 

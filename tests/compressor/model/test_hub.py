@@ -31,7 +31,8 @@ def files_of(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "more"), [({}, {"model.safetensors"}), ({"weights": False}, set()), ({"weights": False, "code": True}, {"modeling.py"})]
+    ("how", "more"),
+    [({}, {"model.safetensors"}), ({"weights": False}, set()), ({"weights": False, "code": True}, {"modeling.py", "onnx/config.json"})],
 )
 def test_only_what_a_loader_reads_is_fetched(hub: Any, how: dict[str, bool], more: set[str]) -> None:
     repo = hub.add("owner/name", FILES)
@@ -39,6 +40,17 @@ def test_only_what_a_loader_reads_is_fetched(hub: Any, how: dict[str, bool], mor
     assert files_of(found.path) == TEXTS | more
     assert found.origin is not None and found.origin.commit == repo.commit("main") == found.path.name
     assert not any("pytorch_model.bin" in line or "consolidated" in line for line in hub.asked)
+
+
+def test_what_code_may_read_is_fetched_where_there_is_code(hub: Any) -> None:
+    files = {name: data for name, data in FILES.items() if name != "modeling.py"} | {"assets/a.npy": b"", "assets/b.pt": b"", ".env": b""}
+    hub.add("owner/plain", files)
+    hub.add("owner/own", {**files, "modeling.py": b""})
+    assert files_of(resolve_folder("owner/plain", code=True).path) == TEXTS | {"model.safetensors"}
+    assert files_of(resolve_folder("owner/own", code=True).path) == TEXTS | {
+        *("model.safetensors", "modeling.py", "assets/a.npy", "onnx/config.json")
+    }
+    assert not any(name in line for name in ("b.pt", "pytorch_model.bin", "consolidated", ".env") for line in hub.asked)
 
 
 def test_the_shards_of_an_index_are_fetched_and_no_others(hub: Any) -> None:
