@@ -28,7 +28,7 @@ from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
 from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
-from harness.onnx_graph.graph.sized_inputs import sizes_to_look_at
+from harness.onnx_graph.graph.sized_inputs import Takes, first_sizes, sizes_to_look_at
 from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS
 
 
@@ -137,20 +137,22 @@ class NumericEqual(Contract):
         if changed := _interface_changed(pair):
             return [self.violated(text) for text in changed]
         try:
-            first = self._inputs if self._inputs is not None else example_inputs(pair.before, self._seed)
+            example_inputs(pair.before, self._seed) if self._inputs is None else ()
         except UserInputError as error:
             return [self.not_analysed(str(error))]
         try:
-            return [*self._renamed(pair), *self._compared(pair, first)]
+            return [*self._renamed(pair), *self._compared(pair)]
         except GraphRefused as error:
             is_damage = error.graph == _AFTER and not error.is_unknown
             return [self.violated(f"{error}; {_BEFORE} can") if is_damage else self.not_analysed(str(error))]
 
-    def _compared(self, pair: Pair, first: Mapping[str, np.ndarray]) -> list[Finding]:
+    def _compared(self, pair: Pair) -> list[Finding]:
         added = added_masks(pair.before) if self._inputs is None else ()
         before = Session(pair.before, POLICIES["golden"], _BEFORE, added)
+        sizes = first_sizes(pair.before, self._takes(pair, before)) if self._inputs is None else Sizes()
+        first = self._inputs if self._inputs is not None else example_inputs(pair.before, self._seed, sizes)
         as_large = self._as_large(pair, first, before)
-        sized = self._sized(pair, before) if self._inputs is None else []
+        sized = self._sized(pair, before, sizes) if self._inputs is None else []
         after = Session(pair.after, self._policy, _AFTER, added)
         names = [value.name for value in pair.before.graph.output]
         drawings = [drawing for several in (as_large, *sized) for drawing in several]
@@ -189,15 +191,14 @@ class NumericEqual(Contract):
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
         return drawings
 
-    def _sized(self, pair: Pair, before: Session) -> list[list[Drawing]]:
+    def _takes(self, pair: Pair, before: Session) -> Takes:
+        return lambda sizes: _first_drawn(before, pair.before, [sizes], self._seed + 4) is not None
+
+    def _sized(self, pair: Pair, before: Session, first: Sizes) -> list[list[Drawing]]:
         """Draw in other sizes, in each twice: as at first, and everything anew with holes in the masks."""
         drawings, tables, refused = list[list[Drawing]](), reached_tables(pair.before), dict[str, None]()
-
-        def first_drawn(*several: Sizes) -> Drawing | None:
-            return _first_drawn(before, pair.before, several, self._seed + 4)
-
-        for words, several in sizes_to_look_at(pair.before, lambda sizes: first_drawn(sizes) is not None):
-            drawn = first_drawn(*several)
+        for words, several in sizes_to_look_at(pair.before, first, self._takes(pair, before)):
+            drawn = _first_drawn(before, pair.before, several, self._seed + 4)
             if drawn is None:
                 refused[words] = None
                 continue

@@ -34,11 +34,13 @@ class Sizes:
         first: of a first axis.
         other: of any other axis.
         named: of some names; completed by those that are met.
+        sums: name to the sum of others that it is, as if it were declared so.
     """
 
     first: int = 2
     other: int = 7
     named: dict[str, int] = field(default_factory=dict)
+    sums: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, dimension: Any, axis: int) -> int:
         """Return the size of one axis.
@@ -53,7 +55,7 @@ class Sizes:
         if not is_open(dimension):
             return int(dimension.dim_value)
         size = self.other if axis else self.first
-        terms = terms_of(dimension.dim_param)
+        terms = terms_of(self.sums.get(dimension.dim_param, dimension.dim_param))
         factors = [[int(one) if one.isdigit() else self.named.setdefault(one, size) for one in term] for term in terms]
         return sum(map(math.prod, factors)) if factors else size
 

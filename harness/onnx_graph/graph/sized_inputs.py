@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import onnx
 
-from harness.onnx_graph.graph.drawn_inputs import Sizes, inputs_of, is_open, terms_of
+from harness.onnx_graph.graph.drawn_inputs import Sizes, inputs_of, is_open, open_axes, terms_of
 from harness.onnx_graph.graph.local_functions import inlined
 
-_UNEQUAL = range(9, 33, 4)
-_MOST_NAMES = len(_UNEQUAL)
-_LONG = (131, 67, 35, 19)  # past the last of the 128 places that relative positions tell apart in T5, MPNet
+_STEP = 4
+_MOST_LENGTHS, _MOST_NAMES = 6, 64
+_LONGER = (124, 60, 28, 12)  # 131 is past the last of the 128 places that relative positions tell apart in T5, MPNet
+_FIRST = (7, 67, 131, 1031)  # sound is asked for in windows of hundreds, pictures in patches
+
+Takes = Callable[[Sizes], bool]
+"""Whether a graph runs at some sizes."""
 
 
-def sizes_to_look_at(model: onnx.ModelProto, takes: Callable[[Sizes], bool]) -> Iterator[tuple[str, Sequence[Sizes]]]:
+def first_sizes(model: onnx.ModelProto, takes: Takes) -> Sizes:
+    """Find sizes that a graph takes: 2 and 7, or longer, with one length that is the sum of two (a mask over a past and what is new).
+
+    Args:
+        model: not modified.
+        takes: whether it runs at some sizes.
+
+    Returns:
+        The first that it takes; 2 and 7 where it takes none.
+    """
+    lengths = _rows_and_lengths(model)[1][:_MOST_LENGTHS]
+    added = [(name, pair) for name in lengths for pair in itertools.combinations([one for one in lengths if one != name], 2)]
+    for other in _FIRST:
+        if takes(Sizes(2, other)):
+            return Sizes(2, other)
+        for name, pair in added:
+            first = Sizes(2, other, {}, {name: " + ".join(pair)})
+            if takes(first) and any(takes(_sizes(first, 2, other, ([one], other + 1))) for one in pair):
+                return Sizes(2, other, {}, first.sums)
+    return Sizes()
+
+
+def sizes_to_look_at(model: onnx.ModelProto, first: Sizes, takes: Takes) -> Iterator[tuple[str, Sequence[Sizes]]]:
     """Choose sizes, for what an optimizer froze at the others, squeezed, broadcast or left out by mistake.
 
     Lengths of different names are unequal in either order, for what reads one in place of the other (an encoder's and a decoder's); each
@@ -23,58 +50,62 @@ def sizes_to_look_at(model: onnx.ModelProto, takes: Callable[[Sizes], bool]) -> 
 
     Args:
         model: not modified.
+        first: that it takes.
         takes: whether the graph runs at some sizes.
 
     Yields:
         The sizes in words, and what may be drawn, of which the first that the graph takes says most; nothing where no size is open.
     """
-    shapes = [list(value.type.tensor_type.shape.dim) for value in inputs_of(model)]
-    if not any(is_open(dimension) for shape in shapes for dimension in shape):
+    if not open_axes(model):
         return
-    rows, lengths = (_tied(names[:_MOST_NAMES], takes) for names in _rows_and_lengths(shapes))
-    yield "others than 2 and 7", [Sizes(*both) for both in ((3, 11), (3, 5), (2, 11), (2, 5), (3, 7))]
+    at, long = first.other, [first.other + more for more in _LONGER]
+    free = ([name for name in names if name not in first.sums][:_MOST_NAMES] for names in _rows_and_lengths(model))
+    rows, lengths = (_tied(names, first, takes)[:_MOST_LENGTHS] for names in free)
+    yield f"others than 2 and {at}", [_sizes(first, *both) for both in ((3, at + 4), (3, at - 2), (2, at + 4), (2, at - 2), (3, at))]
     if several := [tied for one in (rows, lengths) if len(one) > 1 for tied in one]:
+        unequal = (*range(3, 3 + len(rows)), *range(at + 2, at + 2 + _STEP * len(lengths), _STEP))
         for order in (1, -1):
-            sizes = zip((*rows[::order], *lengths[::order]), (*range(3, 3 + len(rows)), *_UNEQUAL), strict=False)
-            yield f"unequal {', '.join(map(_words, several))}", [Sizes(3, 11, _named(sizes))]
-    yield f"a length of {_LONG[-1]} or more", [Sizes(1, length) for length in _LONG]
-    yield "one row", [Sizes(1, 7)]
-    yield "a length of 1", [Sizes(2, 1)]
-    yield "one row of length 1", [Sizes(1, 1)]
+            sizes = zip((*rows[::order], *lengths[::order]), unequal, strict=True)
+            yield f"unequal {', '.join(map(_words, several))}", [_sizes(first, 3, at + 4, *sizes)]
+    yield f"a length of {long[-1]} or more", [_sizes(first, 1, length) for length in long]
+    yield "one row", [_sizes(first, 1, at)]
+    yield "a length of 1", [_sizes(first, 2, 1)]
+    yield "one row of length 1", [_sizes(first, 1, 1)]
     for tied in several:
-        yield f"{_words(tied)} of 1 alone", [Sizes(2, 7, _named([(tied, 1)]))]
+        yield f"{_words(tied)} of 1 alone", [_sizes(first, 2, at, (tied, 1))]
     joined = _joined(model)
     for tied in (tied for tied in (*rows, *lengths) if joined.intersection(tied)):
-        yield f"{_words(tied)} of 0", [Sizes(2, 7, _named([(tied, 0)]))]
+        yield f"{_words(tied)} of 0", [_sizes(first, 2, at, (tied, 0))]
 
 
-def _tied(names: Sequence[str], takes: Callable[[Sizes], bool]) -> list[Sequence[str]]:
+def _sizes(like: Sizes, first: int, other: int, *named: tuple[Sequence[str], int]) -> Sizes:
+    return Sizes(first, other, {name: size for tied, size in named for name in tied}, like.sums)
+
+
+def _tied(names: Sequence[str], first: Sizes, takes: Takes) -> list[Sequence[str]]:
     """Names by themselves, and such as the graph takes only if they are equal."""
+
+    def changes(*changed: str) -> bool:
+        return takes(_sizes(first, 2, first.other, (changed, first.other + 2)))
+
     found, left = list[Sequence[str]](), list(names)
     while left:
-        alone, tied = left[0], [] if _changes(left[:1], takes) or not _changes(left, takes) else left[1:]
+        alone, tied = left[0], [] if changes(left[0]) or not changes(*left) else left[1:]
         for name in tied[::]:
-            if _changes([alone, *(one for one in tied if one != name)], takes):
+            if changes(alone, *(one for one in tied if one != name)):
                 tied.remove(name)
         found.append([alone, *tied])
         left = [name for name in left[1:] if name not in tied]
     return found
 
 
-def _changes(names: Sequence[str], takes: Callable[[Sizes], bool]) -> bool:
-    return takes(Sizes(2, 7, dict.fromkeys(names, _UNEQUAL.start)))
-
-
-def _named(sizes: Iterable[tuple[Sequence[str], int]]) -> dict[str, int]:
-    return {name: size for tied, size in sizes for name in tied}
-
-
 def _words(tied: Sequence[str]) -> str:
     return " = ".join(tied)
 
 
-def _rows_and_lengths(shapes: Sequence[Sequence[onnx.TensorShapeProto.Dimension]]) -> tuple[list[str], list[str]]:
+def _rows_and_lengths(model: onnx.ModelProto) -> tuple[list[str], list[str]]:
     """Names of open sizes that are met at a first axis, and of the others."""
+    shapes = [value.type.tensor_type.shape.dim for value in inputs_of(model)]
     met = [(axis, name) for shape in shapes for axis, one in enumerate(shape) if is_open(one) for name in _names(one.dim_param)]
     rows = dict.fromkeys(name for axis, name in met if axis == 0)
     return list(rows), list(dict.fromkeys(name for _, name in met if name not in rows))
