@@ -118,7 +118,7 @@ def process_kept(modules: Iterable[nn.Module] = ()) -> Iterator[None]:
         modules: whose classes, and the code that these share with all others, are looked after, beside those of torch.
     """
     modules = list(modules)
-    code = SharedCode(modules)
+    code = SharedCode(modules, library=True)
     classes = {cls for module in modules for cls in type(module).__mro__ if issubclass(cls, nn.Module)} | _layers()
     spaces = [(owner, dict(vars(owner))) for owner in {*classes, *CLASSES, *SHARED.values()}]
     places = [*GLOBAL_HOOKS, *((torch_module, name) for name in _HOW_CALLED)]

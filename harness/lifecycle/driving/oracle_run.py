@@ -165,7 +165,7 @@ class CheckedRun:
         self.clauses = clauses
         self.compares_all = True
         self.start = self.now = self._snapshot()
-        self._process, self._code = Snapshot.of_process(), SharedCode(run.model.modules())
+        self._process, self._code = Snapshot.of_process(), SharedCode(run.model.modules(), library=True)
         self._num_hooks_of_others = num_hooks(run.model)
         self._asleep: list[tuple[int | None, AbstractContextManager[None]]] = []
 

@@ -4,6 +4,7 @@ how to set it. Filters of warnings stand apart: libraries add some when they are
 from __future__ import annotations
 
 import decimal
+import faulthandler
 import gc
 import locale
 import logging
@@ -106,6 +107,8 @@ PYTHON_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = 
         "tracer of threads": (threading.gettrace, threading.settrace),
         **_signals,
         **{f"sys.{name}": attribute(sys, name) for name in ("stdin", "stdout", "stderr")},
+        "sys.dont_write_bytecode": attribute(sys, "dont_write_bytecode"),
+        "faulthandler": (faulthandler.is_enabled, lambda enabled: (faulthandler.enable if enabled else faulthandler.disable)()),
         **{f"sys.{name}": attribute(sys, name) for name in ("excepthook", "unraisablehook", "displayhook", "breakpointhook")},
         "threading.excepthook": attribute(threading, "excepthook"),
         "warnings.showwarning": attribute(warnings, "showwarning"),

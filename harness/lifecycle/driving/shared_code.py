@@ -8,21 +8,25 @@ torch.compile. What these use in turn, and plain data, is not followed.
 from __future__ import annotations
 
 import logging
+import operator
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
-from harness.lifecycle.driving.snapshot import Difference, Functions
+from harness.lifecycle.driving.snapshot import CLASSES, SHARED, Difference, Functions, is_of_torch
 
 _CONFIGS = ("torch._dynamo.config", "torch._inductor.config", "torch._functorch.config")
 # Looked at elsewhere, or nothing that anybody patches.
 _NOT_FOLLOWED = frozenset({"torch", "builtins", "typing", "collections", "abc", "enum", "dataclasses", "types", "functools"})
 _MEMBERS = (FunctionType, property, classmethod, staticmethod)
 _MISSING = object()
+# Tensors of other devices by type have thousands of methods that stand in torch.Tensor, too.
+_NOT_LOOKED_AT = re.compile(r"[.]_|^torch[.](cuda|sparse|xpu)([.]|$)")
 
 
 class Methods(Functions):
@@ -69,14 +73,70 @@ def _package_of(value: object) -> str:
     return str(getattr(value, "__module__", "")).partition(".")[0]
 
 
+class LibraryCode:
+    """Public functions and classes in the public modules of torch that are loaded, and whatever stands in these classes."""
+
+    def __init__(self, aside: Iterable[object] = ()) -> None:
+        """Copy the references.
+
+        Args:
+            aside: modules and classes that are looked at elsewhere.
+        """
+        self._aside = {id(one) for one in aside}
+        self._before = dict(_places(self._aside))
+
+    def changed(self) -> list[str]:
+        """Return the full names that stand for another function or class, or for none, and new public ones of classes.
+
+        What torch itself has put there, as the first torch.compile does, is left out, and so is what has been loaded meanwhile.
+        """
+        return [f"{place}.{name}" for place, _, name, _ in self._changes()]
+
+    def put_back(self) -> None:
+        """Make all of it as it was."""
+        for _, owner, name, value in list(self._changes()):
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+    def _changes(self) -> Iterator[tuple[str, Any, str, object]]:
+        """Place, owner and name of what changed, and what stood there."""
+        for place, (owner, now) in _places(self._aside):
+            before = self._before.get(place, (owner, now))[1]
+            if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
+                continue  # as nearly everywhere
+            for name, value in before.items():
+                own = now.get(name, _MISSING)
+                if own is not value and (callable(value) or isinstance(value, _MEMBERS)) and not is_of_torch(name, own):
+                    yield place, owner, name, value
+            for name in now.keys() - before.keys() if isinstance(owner, type) else ():
+                if not name.startswith("_") and not is_of_torch(name, now[name]):
+                    yield place, owner, name, _MISSING
+
+
+def _places(aside: Collection[int]) -> Iterator[tuple[str, tuple[Any, dict[str, object]]]]:
+    """Full names of modules and classes of torch, themselves, and what stands in them."""
+    for place, module in list(sys.modules.items()):
+        if not place.startswith("torch.") or _NOT_LOOKED_AT.search(place):
+            continue
+        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        if id(module) not in aside:
+            yield place, (module, public)
+        # isinstance would ask the thing itself, and some of torch's warn of their end
+        owned = {name: value for name, value in public.items() if issubclass(type(value), type) and id(value) not in aside}
+        yield from ((f"{place}.{name}", (value, dict(vars(value)))) for name, value in owned.items() if value.__module__ == place)
+
+
 class SharedCode:
     """What stands in the files of a model at one moment.
 
     Args:
         modules: of the model.
+        library: torch's own code, too, whoever uses it.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, library: bool = False) -> None:
         own = {cls for module in modules for cls in type(module).__mro__ if issubclass(cls, nn.Module)}
         files = {name: sys.modules[name] for name in sorted({cls.__module__ for cls in own}) if name in sys.modules}
         self._owners: list[tuple[str, Any, Callable[[Any], Functions], Functions]] = []
@@ -87,6 +147,7 @@ class SharedCode:
                 self._add(f"the class {value.__qualname__}", value, Methods)
             elif isinstance(value, MutableMapping) and not key.startswith("__"):
                 self._add(f"the registry {key}", value, partial(Entries, package=package))
+        self._library = LibraryCode([*files.values(), *own, *SHARED.values(), *CLASSES]) if library else None
         self._levels, self._configs = _levels(), dict(_configs()) if files else {}
 
     def _add(self, label: str, owner: Any, kind: Callable[[Any], Functions]) -> None:
@@ -98,6 +159,8 @@ class SharedCode:
         for label, owner, kind, before in self._owners:
             if names := before.changed(kind(owner)):
                 found.append(Difference("process", label, f"changed: {', '.join(names[:5])}"))
+        if self._library and (names := self._library.changed()):
+            found.append(Difference("process", "torch's code", f"changed: {', '.join(names[:5])}"))
         levels = _levels()
         for name, level in self._levels.items():
             if levels.get(name, level) != level:
@@ -110,6 +173,8 @@ class SharedCode:
 
     def put_back(self) -> None:
         """Make all of it as it was."""
+        if self._library:
+            self._library.put_back()
         for _, owner, kind, before in self._owners:
             now = kind(owner)
             for name in before.changed(now):

@@ -117,7 +117,7 @@ class Namespace:
             return []
         mine, its = self.values, other.values
         names = [name for name in {**mine, **its} if mine.get(name, _MISSING) is not its.get(name, _MISSING)]
-        return [name for name in names if name != "__doc__" and not _is_of_torch(name, its.get(name))]
+        return [name for name in names if name != "__doc__" and not is_of_torch(name, its.get(name))]
 
 
 class Functions(Namespace):
@@ -129,7 +129,7 @@ class Functions(Namespace):
             return []
         its = other.values
         names = [name for name, value in self.values.items() if its.get(name, value) is not value and callable(value)]
-        return [name for name in names if not _is_of_torch(name, its[name])]
+        return [name for name in names if not is_of_torch(name, its[name])]
 
 
 class Shared(Functions):
@@ -141,7 +141,7 @@ class Shared(Functions):
             return []
         mine, its = self.values, other.values
         public = [name for name, value in mine.items() if not name.startswith("_") and its.get(name, _MISSING) is not value]
-        replaced = [name for name in public if not _is_of_torch(name, its.get(name))]
+        replaced = [name for name in public if not is_of_torch(name, its.get(name))]
         return list(dict.fromkeys([*super().changed(other), *replaced, *added_names(mine, its)]))
 
 
@@ -159,8 +159,16 @@ def added_names(before: Mapping[str, object], now: Mapping[str, object]) -> list
     return [name for name in added if str(getattr(now[name], "__module__", "")).partition(".")[0] not in _LOADS_MORE]
 
 
-def _is_of_torch(name: str, value: object) -> bool:
-    """The first torch.compile of a process wraps functions of torch and of its modules, and marks the class of modules."""
+def is_of_torch(name: str, value: object) -> bool:
+    """Say whether torch itself has put something there: the first torch.compile wraps functions and marks the class of modules.
+
+    Args:
+        name: of the attribute.
+        value: what stands there now.
+
+    Returns:
+        True for such marks, and for functions of torch's files.
+    """
     code = getattr(value, "__code__", None)
     return name.startswith("___") or (code is not None and code.co_filename.startswith(_TORCH))
 
@@ -310,7 +318,7 @@ def freeze(value: object, depth: int = MAX_DEPTH, above: tuple[int, ...] = (), t
         return repr(value)  # NaN equals itself here
     if isinstance(value, Tensor):
         return tensors(value)
-    if depth == 0 or id(value) in above or isinstance(value, type | nn.Module | _WEAK) or callable(value):
+    if depth == 0 or id(value) in above or isinstance(value, type | nn.Module | ModuleType | _WEAK) or callable(value):
         return Same(value)
     below = (*above, id(value))
     if isinstance(value, Mapping):

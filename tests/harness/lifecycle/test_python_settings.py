@@ -51,6 +51,8 @@ OTHERS: dict[str, Any] = {
     "handlers of signals": lambda value: value | {"SIGUSR1": _nothing},
     "timer of signals": lambda value: not value,
     "processors": lambda value: {min(value)},
+    "sys.dont_write_bytecode": lambda value: not value,
+    "faulthandler": lambda value: not value,
 }
 
 

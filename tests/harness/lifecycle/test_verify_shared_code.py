@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from compressor.lifecycle import Event, Modifier, State
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.lifecycle.driving.snapshot import freeze
 from harness.lifecycle.verify import verify
 from harness.reporting.verdict import Outcome
 from tests import tiny
@@ -169,6 +172,59 @@ class Compile(Leaves):
 class Logs(Leaves):
     def leave(self) -> None:
         logging.getLogger("transformers").setLevel(logging.CRITICAL)
+
+
+class Torch(Leaves):
+    """Something in torch's own code, which no model of this run uses."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self._place = place
+
+    def leave(self) -> None:
+        owner, _, name = self._place.rpartition(".")
+        setattr(attrgetter(owner)(torch), name, lambda *args, **kwargs: 1)
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("utils.data.DataLoader.__len__", "torch.utils.data.dataloader.DataLoader.__len__"),
+        ("utils.data.RandomSampler.__iter__", "torch.utils.data.sampler.RandomSampler.__iter__"),
+        ("utils.data.random_split", "torch.utils.data.random_split"),
+        ("utils.data.DataLoader", "torch.utils.data.DataLoader"),
+        ("optim.AdamW.step", "torch.optim.adamw.AdamW.step"),
+        ("optim.lr_scheduler.LambdaLR.get_lr", "torch.optim.lr_scheduler.LambdaLR.get_lr"),
+        ("utils.checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint"),
+        ("nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad_norm_"),
+        ("distributions.Normal.mean", "torch.distributions.normal.Normal.mean"),
+        ("storage.UntypedStorage.held", "torch.storage.UntypedStorage.held"),
+    ],
+)
+def test_code_of_torch_that_is_replaced_is_told_once_and_put_back(place: str, says: str) -> None:
+    owner, _, name = place.rpartition(".")
+    before = vars(attrgetter(owner)(torch)).get(name)
+    report = verify(Torch(place), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.completes"])
+    told = report.records[-1].summary
+    assert f"torch's code: process changed: {says}" in told and told.count("process changed") == 1, told
+    assert vars(attrgetter(owner)(torch)).get(name) is before
+
+
+def test_code_of_torch_that_is_looked_at_by_itself_is_told_once() -> None:
+    before = nn.Linear.forward
+    report = verify(Torch("nn.Linear.forward"), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.completes"])
+    assert report.records[-1].summary.count("forward") == 1 and nn.Linear.forward is before
+
+
+MODULES = {"torch": torch, "linalg": torch.linalg, "functional": nn.functional}
+
+
+def test_modules_in_a_table_are_no_values_to_look_through() -> None:
+    begin = time.perf_counter()
+    assert freeze(MODULES) == freeze(dict(MODULES)) != freeze({**MODULES, "torch": nn})
+    report = verify(Halves(), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.nothing_left"])
+    assert report.records[-1].outcome is Outcome.PASS, report.to_text()
+    assert time.perf_counter() - begin < 60  # minutes before
 
 
 def _llama() -> nn.Module:
