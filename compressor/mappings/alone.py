@@ -29,6 +29,22 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     return given if isinstance(given, Tensor) and given.is_floating_point() and given.dim() > 0 else None
 
 
+def input_first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put what a layer works on among the positional arguments.
+
+    Args:
+        args: positional ones.
+        kwargs: those by keyword.
+
+    Returns:
+        The arguments of the same call.
+    """
+    if args:
+        return args, dict(kwargs)
+    name = next(iter(kwargs))
+    return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+
+
 def doubled_arguments(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with all floats in float64.
 

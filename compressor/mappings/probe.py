@@ -25,8 +25,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.errors import NumericsError, TargetError, TracingError
-from compressor.mappings.alone import close, double, doubled_arguments, input_of, outputs_of, scaling_offset
+from compressor.mappings.alone import close, double, doubled_arguments, input_first, input_of, outputs_of, scaling_offset
 from compressor.mappings.pairs import Mappings, Refusal, ScalePair, pattern_of, scale_reader
+from compressor.mappings.read_past import read_past
 from compressor.model import resolve_device
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.targets import owners_of_parameters
@@ -166,6 +167,7 @@ class Prober:
         self.arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # of the first call, in which weights are tried
         self.widths: dict[str, int] = {}
         self.outputs: list[Tensor] = []
+        self.past: set[str] = set()  # layers whose weight or bias counts elsewhere, too
         self.tied = tied_modules(model)
         self._scalable: dict[Any, float | str] = {}
         turns: dict[str, set[tuple[str, ...]]] = {}
@@ -194,6 +196,8 @@ class Prober:
                 "numbers"
             )
         self.sources = [name for name in self.inputs if name in self.widths]
+        own = [name for name in self.inputs if not self.tied.get(name)]
+        self.past = set(read_past(self._model, own, lambda: torch.cat([one.double().flatten() for one in self.forward({})])))
 
     def try_kind(self, members: Sequence[str], found: _Findings) -> None:
         """Try the first source of a kind: what stops it stops all, but for a rotation that other layers may be without."""
@@ -254,6 +258,9 @@ class Prober:
         uncalled = next((name for name in self.modules if name not in self.inputs and pattern_of(name) in kinds), None)
         if uncalled is not None:
             return f"{uncalled}, which this data does not call, may read it, too"
+        past = next((name for name in (source, *pair.readers) if name in self.past), None)
+        if past is not None:
+            return f"the weight or bias of {past} is read past its forward"
         tied = next((name for name in (source, *pair.readers) if self.tied.get(name)), None)
         if tied is not None:
             return f"the weight of {tied} is tied to {self.tied[tied]}"
@@ -306,7 +313,7 @@ class Prober:
                 x = input_of(args, kwargs)
                 if x is not None and x.numel() and x.shape[-1] == columns_of(module):  # an expert without tokens shows nothing
                     self.inputs.setdefault(name, []).append(x.detach().clone())
-                    self.arguments.setdefault(name, tree_map_only(Tensor, lambda one: one.detach().clone(), _first(args, kwargs)))
+                    self.arguments.setdefault(name, tree_map_only(Tensor, lambda one: one.detach().clone(), input_first(args, kwargs)))
 
             return hook
 
@@ -466,14 +473,6 @@ def columns_of(module: nn.Module) -> int:
     """
     weight = weight_of(module) if is_quantizable(module) else module.get_parameter("weight")
     return int(weight.shape[-1])
-
-
-def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put what `_input` finds first among the positional arguments."""
-    if args:
-        return args, dict(kwargs)
-    name = next(iter(kwargs))
-    return (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
 
 
 def tied_modules(model: nn.Module) -> dict[str, str]:

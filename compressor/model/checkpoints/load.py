@@ -251,7 +251,23 @@ def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | typ
         raise ModelError(
             f"{folder}: its config gives no model ({one_line(error)}); check config.json, or name model_class{_said_class(config)}"
         ) from error
+    _keep_in_float32(model, dtype)
     return model
+
+
+def _keep_in_float32(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give tensors float32 that their class keeps so in a model of another dtype, as `from_pretrained` does. Changes the model."""
+    from transformers import PreTrainedModel
+
+    kept = [*model._get_dtype_plan(dtype)] if isinstance(model, PreTrainedModel) else []
+    for key, value in model.state_dict().items() if kept else ():
+        if value.dtype in DTYPES.values() and any(re.search(one.replace("*", ".*"), key) for one in kept):
+            name, _, last = key.rpartition(".")
+            owner = model.get_submodule(name)
+            if last in owner._parameters:
+                owner._parameters[last] = nn.Parameter(value.float(), requires_grad=owner.get_parameter(last).requires_grad)
+            else:
+                owner._buffers[last] = value.float()
 
 
 def _said_class(config: Mapping[str, Any]) -> str:

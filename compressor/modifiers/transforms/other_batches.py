@@ -1,4 +1,4 @@
-"""Whether a transform has left the model's function as it was on batches of other kinds than the one that it was proved on.
+"""Whether a transform has left the model's function as it was, also on batches of other kinds than the one that it was proved on.
 
 A forward may take another way for a longer batch, or one with an image, on which a layer reads what the proof never saw it read.
 """
@@ -94,13 +94,13 @@ def outputs_of_model(state: State, batch: Batch) -> Tensor:
 
 
 def _kinds(batches: Sequence[Batch]) -> list[int]:
-    """Numbers of the shortest and the longest batch with each set of inputs; none where all are of one kind."""
+    """Numbers of the shortest and the longest batch with each set of inputs."""
     lengths: dict[object, dict[int, int]] = {}
     for number, batch in enumerate(batches[:_LOOKED_AT]):
         names = tuple(sorted(batch)) if isinstance(batch, dict) else len(batch)
         lengths.setdefault(names, {}).setdefault(leading_tensor(batch).shape[1:].numel(), number)
     chosen = [one for known in lengths.values() for one in {known[min(known)], known[max(known)]}]
-    return sorted(chosen)[:4] if len(chosen) > 1 else []
+    return sorted(chosen)[:4]
 
 
 def _one_row(batch: Batch) -> Batch:

@@ -22,6 +22,7 @@ from compressor.lifecycle import Modifier, State
 from compressor.lifecycle.interface import AcrossRanks
 from compressor.lifecycle.state import StageValue
 from compressor.mappings.basis import Basis
+from compressor.mappings.read_past import read_past
 from compressor.mappings.turns import Turn, fold_and_turn
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.online import notes_of_turned
@@ -30,7 +31,6 @@ from compressor.model.folder import some
 from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.model.targets import ends_of
 from compressor.modifiers.transforms.other_batches import outputs_of_model, rounding_of
-from compressor.modifiers.transforms.read_past import read_past
 from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.nn.online_rotation import ALREADY, OnlineRotation, online_rotations, rotated_modules

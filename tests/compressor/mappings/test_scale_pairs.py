@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from compressor import AWQModifier, QuantizationModifier, oneshot
 from compressor.data.collate import call_model
 from compressor.errors import TargetError, TracingError
 from compressor.mappings import Mappings, ScalePair, explicit_pairs, find_pairs, scale_channels
@@ -440,3 +442,72 @@ def test_a_source_that_is_no_norm_and_no_linear_layer_is_told_as_such(source: st
     found = find_pairs(model, batch, CPU, sources=set(wanted))
     with pytest.raises(TargetError, match=f"no scale of {source} may move, for it is no norm and no linear layer; take this mapping out"):
         explicit_pairs(wanted, found, "X")
+
+
+class ReadPast(nn.Module):
+    """A norm and two layers, and something that a forward does with a weight or bias of theirs beside."""
+
+    def __init__(self, past: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 32), nn.Linear(32, 16)
+        self.past = past
+        if past == "hook":
+            self.norm.register_forward_hook(lambda module, args, output: output / module.weight.norm())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(self.up(self.norm(x)))
+        if self.past == "skip":
+            return y + (x * self.norm.weight)[..., :16]
+        if self.past == "spectral":
+            return y / self.down.weight.norm()
+        if self.past == "again":
+            return y + nn.functional.linear(x, self.up.weight)[..., :16]
+        if self.past == "bias":
+            return y + self.up.bias.sum()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("past", "refused"),
+    [
+        ("no", {}),
+        ("hook", {"norm": "norm"}),
+        ("skip", {"norm": "norm"}),
+        ("spectral", {"up": "down"}),
+        ("again", {"norm": "up", "up": "up"}),
+        ("bias", {"norm": "up", "up": "up"}),
+    ],
+)
+def test_what_a_forward_reads_past_a_layer_keeps_its_scale(past: str, refused: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model, x = ReadPast(past).eval(), torch.randn(2, 6, 32, dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = find_pairs(model, {"x": x}, torch.device("cpu"))
+    assert {pair.source for pair in found.pairs} == {"norm", "up"} - refused.keys()
+    for source, layer in refused.items():
+        assert found.why_not[source] == f"the weight or bias of {layer} is read past its forward"
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert "forward" not in vars(model.norm) and not any(bool(one.isnan().any()) for one in model.parameters())
+
+
+class ReadPastInShort(ReadPast):
+    """Short batches go another way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.past = "skip" if x.shape[1] == 6 else "no"
+        return super().forward(x)
+
+
+def test_what_is_read_past_a_layer_is_left_alone_and_ends_a_run_where_only_other_batches_show_it() -> None:
+    torch.manual_seed(0)
+    rows = [{"x": torch.randn(4, 6, 32, dtype=torch.float32) * torch.logspace(-1, 1, 32, dtype=torch.float32)} for _ in range(3)]
+    quantizer = QuantizationModifier(config_groups={"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": 8}}})
+    model = ReadPast("skip").eval()
+    with torch.no_grad():
+        before = model(rows[0]["x"])
+        result = oneshot(model, recipe=[AWQModifier(), quantizer.model_copy(deep=True)], dataset=DataLoader(rows, batch_size=None))
+        assert "scales of 1 modules" in result.report.notes[0]
+        assert float((model(rows[0]["x"]) - before).norm() / before.norm()) < 0.02
+    longer = DataLoader([*rows, {"x": torch.cat([row["x"] for row in rows], dim=1)}], batch_size=None)
+    with pytest.raises(TargetError, match="the model gives other outputs than before"):
+        oneshot(ReadPastInShort("no").eval(), recipe=[AWQModifier(), quantizer], dataset=longer)

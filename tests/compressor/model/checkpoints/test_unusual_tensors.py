@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import OlmoConfig, OlmoForCausalLM
 from compressor import load_compressed, oneshot
 from compressor.errors import CheckpointError
 from compressor.model.checkpoints.audit import check_unclaimed, contents
+from tests import tiny
 
 QUANTIZED = pytest.mark.filterwarnings("ignore:.*(quantized tensor creation functions|beta state)")
 
@@ -101,3 +104,31 @@ def test_a_change_of_such_a_buffer_is_found(kind: str) -> None:
     model.odd = model.odd + model.odd if "q" not in kind else model.odd.dequantize().neg()
     with pytest.raises(CheckpointError, match="odd: 1 tensors"):
         check_unclaimed(model, before, {"layer"})
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("deepseek_v3", torch.bfloat16), ("deepseek_v3", torch.float16), ("t5", torch.float16)])
+def test_what_a_class_keeps_in_float32_is_read_so(
+    kind: str, dtype: torch.dtype, tiny_moe: Callable[[str], nn.Module], tmp_path: Path
+) -> None:
+    """Router biases of DeepSeek, and the last layer of T5, whose scales count, too."""
+    model: Any = (tiny.t5() if kind == "t5" else tiny_moe(kind)).to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = 8 + torch.linspace(-0.02, 0.02, len(buffer), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "base")
+    scheme = {"all": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}
+    recipe = {"QuantizationModifier": {"config_groups": scheme, "ignore": ["lm_head"]}}
+    given = {"model_class": type(model).__name__}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = oneshot(tmp_path / "base", recipe=recipe, output_dir=tmp_path / "out", **given)
+    loaded: Any = load_compressed(tmp_path / "out", **given)
+    files, state = load_file(tmp_path / "out" / "model.safetensors"), loaded.state_dict()
+    kept = [key for key, value in files.items() if value.dtype == torch.float32 and key in state]
+    assert kept and all(torch.equal(files[key], state[key]) for key in kept)
+    batch = {"input_ids": torch.arange(18).view(2, 9)} | ({"decoder_input_ids": torch.arange(10).view(2, 5)} if kind == "t5" else {})
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, result.model(**batch).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert files.keys() == again.keys() and all(torch.equal(again[key], value) for key, value in files.items())

@@ -1,4 +1,7 @@
-"""Weights that a model reads past the forward of their layer, as Mamba does that of its time step: a rotation there is of one side only."""
+"""Weights that a model reads past the forward of their layer, as Mamba does that of its time step, or a hook that takes a norm of it.
+
+What is turned on one side there, or scaled, counts elsewhere, too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 
 
 def read_past(model: nn.Module, names: Sequence[str], run: Callable[[], Tensor]) -> list[str]:
-    """Find layers whose weight counts elsewhere, too: it is NaN while the layer itself does not run.
+    """Find layers whose weight or bias counts elsewhere, too: they are NaN while the layer itself does not run.
 
     Args:
         model: as it was when it is left.
@@ -41,22 +44,29 @@ def _counts_elsewhere(model: nn.Module, names: Sequence[str], run: Callable[[], 
 
 def _hide(module: nn.Module, stack: ExitStack) -> None:
     """By its forward and not by hooks: who looks whether somebody watches a layer may run it otherwise."""
-    weight, forward = module.get_parameter("weight"), module.forward
-    own, held = weight.data, vars(module)
-    nowhere = torch.full((1,) * own.dim(), torch.nan, dtype=own.dtype, device=own.device).expand(own.shape)
+    forward, held = module.forward, vars(module)
+    hidden = [(one, one.data, _nowhere(one.data)) for one in module.parameters(recurse=False) if one.is_floating_point()]
 
     def show(*given: Any, **keywords: Any) -> Any:
-        weight.data = own.to(weight.device)
+        places = [parameter.device for parameter, *_ in hidden]
+        put_back()
         try:
             return forward(*given, **keywords)
         finally:
-            weight.data = nowhere.to(weight.device)
+            for (parameter, _, nowhere), place in zip(hidden, places, strict=True):
+                parameter.data = nowhere.to(place)
 
     def put_back() -> None:
-        weight.data = own.to(weight.device)
+        for parameter, own, _ in hidden:
+            parameter.data = own.to(parameter.device)
 
     stack.callback(put_back)
     stack.callback(held.update, {"forward": held["forward"]} if "forward" in held else {})
     stack.callback(held.pop, "forward", None)
     held["forward"] = show
-    weight.data = nowhere.to(weight.device)
+    for parameter, _, nowhere in hidden:
+        parameter.data = nowhere
+
+
+def _nowhere(own: Tensor) -> Tensor:
+    return torch.full((1,) * own.dim(), torch.nan, dtype=own.dtype, device=own.device).expand(own.shape)
