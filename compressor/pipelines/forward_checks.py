@@ -123,7 +123,8 @@ def _refuse_a_second_sequence(batch: Any, mask: Tensor, index: int) -> None:
 
 def _note_unread(state: State, data: CalibrationData) -> None:
     """Say that tokens count which a mask of another name may mean to be padding."""
-    unread = {name for batch, mask in zip(data.batches, data.token_masks, strict=True) if mask is None for name in _masks(batch)}
+    pairs = zip(data.batches, data.token_masks, strict=True)
+    unread = {name for batch, mask in pairs for name in _masks(batch) if mask is None or name != "attention_mask"}
     if unread:
         state.report.notes.append(
             f"{', '.join(sorted(unread))} of the batches is not read as padding, and all tokens count; a loss_mask beside it "
@@ -132,10 +133,17 @@ def _note_unread(state: State, data: CalibrationData) -> None:
 
 
 def _masks(batch: Batch) -> list[str]:
-    """What looks like a mask of the tokens: of their shape, of ones and zeros, named so or of truth values; a wider attention_mask."""
+    """What looks like a mask of tokens: of ones and zeros, a row for each sample, named so or of truth values; a wider attention_mask.
+
+    It may be of another length than the tokens, as that of a decoder is. Truth values without such a name are of their shape.
+    """
     shape = leading_tensor(batch).shape[:2]
     named = batch.items() if isinstance(batch, Mapping) else ((f"position {place}", one) for place, one in enumerate(batch))
-    alike = [(name, one) for name, one in named if one.shape == shape and ("mask" in name or one.dtype == torch.bool)]
+    alike = [
+        (name, one)
+        for name, one in named
+        if (one.dim() == len(shape) == 2 and len(one) == shape[0] and "mask" in name) or (one.shape == shape and one.dtype == torch.bool)
+    ]
     found = [name for name, one in alike if bool((one == 0).any()) and bool((one == 1).any()) and bool(((one == 0) | (one == 1)).all())]
     wide = isinstance(batch, Mapping) and "attention_mask" in batch and batch["attention_mask"].dim() > len(shape)
     return [*found, *(["attention_mask of more than two dimensions"] if wide else [])]

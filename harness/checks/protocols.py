@@ -375,8 +375,9 @@ class Sparsifier(Protocol):
     """Sets weights to zero.
 
     `prune` meets weights that hold zeros already, which count among those that are asked for, or beside them, weights whose scores tie
-    under the Hessian, and Hessians of an input that is always zero. One that moves weights (`second_order`) meets none whose squares leave
-    the range of float32. One and the same memory comes again with another weight in it, and so does that of the Hessian.
+    under the Hessian, and Hessians of an input that is always zero, or times 2^-26 and 2^26. One that moves weights (`second_order`) meets
+    none whose squares leave the range of float32. One and the same memory comes again with another weight in it, and so does that of the
+    Hessian.
 
     Attributes:
         kind: "sparsifier".

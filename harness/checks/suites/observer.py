@@ -232,6 +232,11 @@ def refuses_nonfinite(subject: Observer, context: CheckContext) -> str:
                 _refused(subject, batches, f"{value} in batch {place} in {dtype}")
                 _same(subject.observe(plain), whole, f"after a run that was refused for {value} in {dtype}")
             planted += 2
+    for value in NOT_FINITE:
+        for rank in range(7):
+            batches = [*_batches("both signs", torch.float32), torch.full((1,) * rank, value, dtype=torch.float32)]
+            _refused(subject, batches, f"{value} alone in a batch of {rank} dimensions")
+            planted += 1
     ways = [way for way in WAYS if way not in EXPANDED]  # of a row that is seen again only the first place can be planted
     cases = pairwise({**_CONDITIONS, "laid": ways, "values": NOT_FINITE})
     for one in cases:

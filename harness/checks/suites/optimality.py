@@ -69,6 +69,7 @@ def hessian(subject: Solver, context: CheckContext) -> str:
             raise CheckFailed(f"lambda_min {float(eigenvalues[0]):.3g} against lambda_max {float(eigenvalues[-1]):.3g}")
         worst = max(worst, result.distance.relative_error if result.distance else 0.0)
     _hold_few_tokens(subject, one.x)
+    _hold_many_columns(subject)
     _hold_magnitudes(subject, one)
     _hold_presented(subject, one.x)
     return f"relative error up to {worst:.1e}"
@@ -81,6 +82,13 @@ def _hold_few_tokens(subject: Solver, x: Tensor) -> None:
     if float((single - exact).abs().max()) > 1e-5 * float(exact.abs().max()):
         raise CheckFailed("H of a single token is not 2 x x^T")
     must_raise(lambda: subject.hessian([x[:0]]), "no token at all")
+
+
+def _hold_many_columns(subject: Solver) -> None:
+    x = torch.randn(40, 1000, generator=torch.Generator().manual_seed(11))
+    H, exact = subject.hessian([x]).to(torch.float64), hessian_of(x).to(torch.float64)
+    if not (error := float((H - exact).norm() / exact.norm())) <= 1e-5:
+        raise CheckFailed(f"of 1,000 columns H is not 2 * mean(x x^T): relative error {error:.3g}")
 
 
 def _hold_magnitudes(subject: Solver, one: Problem) -> None:

@@ -81,8 +81,10 @@ def _comes_back(subject: Packer, codes: Tensor) -> Tensor:
     """Return the words from which the codes came back."""
     before = codes.clone()
     packed = subject.pack(codes)
-    words = packed.clone()
-    back = subject.unpack(packed, tuple(codes.shape))
+    words = packed.detach().clone()  # as a file holds them, when other codes have been packed meanwhile
+    for other in (subject.code_values[-1], subject.code_values[0]):
+        subject.pack(torch.full_like(codes, float(other)))
+    back = subject.unpack(words, tuple(codes.shape))
     if not torch.equal(packed, words):
         raise CheckFailed("unpacking has changed the words that it was given")
     if (back.dtype, back.shape) != (before.dtype, before.shape):

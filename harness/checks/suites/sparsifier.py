@@ -363,7 +363,17 @@ def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
         raise CheckFailed(f"{what}: {seen}: the sizes of inputs do not count as they should")
     if keeps_dead:
         raise CheckFailed(f"{keeps_dead[0]}: a weight that is small, of a dead input, is kept")
+    _hold_magnitudes(subject, few_large_inputs(subject, FEW_LARGE[0], shapes[0], context)[0], context)
     return f"{len(cases)} weights, at large inputs no row loses more than {worst:.3f} of what chance does"
+
+
+def _hold_magnitudes(subject: Sparsifier, weight: Tensor, context: CheckContext) -> None:
+    """Inputs of another unit choose the same weights: what is added to a Hessian, or a floor of it, is relative to it."""
+    hessian = hessian_of(weight.shape[1], context)
+    plain = _loss(weight, subject.prune(weight, hessian), hessian)
+    for power in (-26, 26):  # inputs of 1e-4 and 1e4
+        if not (loss := _loss(weight, subject.prune(weight, hessian * 2.0**power), hessian)) <= 1.01 * plain:
+            raise CheckFailed(f"2^{power // 2} times the inputs: the zeros lose {loss / plain:.3g} times what they do without")
 
 
 def _share_of_chance(subject: Sparsifier, one: Pruned, is_large: Tensor) -> tuple[float, int]:

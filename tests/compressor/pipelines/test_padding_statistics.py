@@ -205,8 +205,8 @@ ORDERS = {
 FITTING = ("as they come", "flat")
 
 
-def quantize(model: nn.Module, data: CalibrationData, pipeline: str) -> list[str]:
-    with Session(State(model), [GPTQModifier(scheme="W8A8", targets=["Linear"])]) as session:
+def quantize(model: nn.Module, data: CalibrationData, pipeline: str, target: str = "Linear") -> list[str]:
+    with Session(State(model), [GPTQModifier(scheme="W8A8", targets=[target])]) as session:
         session.initialize()
         run_pipeline(pipeline, session, data, progress=SilentProgress())
         session.finalize()
@@ -271,6 +271,19 @@ def test_a_mask_of_another_name_is_said_not_to_be_read(as_tuple: bool) -> None:
     notes = quantize(Masked(), load_dataset_source(DataLoader([batch], batch_size=None)), "sequential")
     name = "position 1" if as_tuple else "key_padding_mask"
     assert any(note.startswith(f"{name} of the batches is not read as padding") for note in notes)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_the_mask_of_a_decoder_is_said_not_to_be_read_whatever_its_length(is_padded: bool) -> None:
+    ids, length = torch.arange(24).view(2, 12), 12 - 3 * is_padded
+    mask, decoder_mask = torch.ones(2, 12, dtype=torch.long), torch.ones(2, 5, dtype=torch.long)
+    mask[1, length:] = 0
+    decoder_mask[1, 3:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, :5], "decoder_attention_mask": decoder_mask}
+    model = tiny.t5(vocab_size=64)
+    layer = "encoder.block.0.layer.0.SelfAttention.q"  # those of the decoder do not line up with a padded encoder
+    notes = quantize(model, load_dataset_source(DataLoader([batch], batch_size=None)), "basic", layer)  # type: ignore[arg-type]
+    assert any(note.startswith("decoder_attention_mask of the batches is not read as padding") for note in notes)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -94,6 +94,13 @@ class SeesNaNEarly(Whole):
         return torch.nan_to_num(values.double(), 0, 0, 0).abs().max()
 
 
+class TakesNaNAlone(Whole):
+    """In a batch without dimensions."""
+
+    def observe(self, batches: Any) -> Quantized:
+        return super().observe(x if x.dim() else x.nan_to_num(0, 0, 0) for x in batches)
+
+
 class FindsNaNInTheFirst(Whole):
     """Of the batches of three dimensions."""
 
@@ -168,6 +175,7 @@ WRONG = [
     FewNumbers,
     Contiguous,
     SeesNaNEarly,
+    TakesNaNAlone,
     FindsNaNInTheFirst,
     Remembers,
     AHundred,

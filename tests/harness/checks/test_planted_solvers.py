@@ -159,6 +159,11 @@ WRONG: dict[str, tuple[OurSolver, str, str]] = {
         "solver.hessian",
         "2^-30 times the inputs: H is not 2 * mean(x x^T)",
     ),
+    "many columns": (
+        Wrong(hessian=lambda H: H if len(H) < 512 else torch.diag(H.diagonal())),
+        "solver.hessian",
+        "of 1,000 columns H is not 2 * mean(x x^T)",
+    ),
     "one half": (Wrong(hessian=lambda H: H.triu()), "solver.hessian", "H is not symmetric"),
     "four dimensions": (Wrong(batch=lambda x, _: x[0] if x.dim() == 4 else x), "solver.hessian", "H is not 2 * mean(x x^T)"),
     "long sequences": (

@@ -185,6 +185,17 @@ def test_a_pruner_that_takes_a_dead_input_for_another_is_told(what: str, pattern
     assert record.outcome is Outcome.FAIL and "of a dead input, is kept" in record.summary, record.summary
 
 
+@pytest.mark.parametrize("second_order", [False, True])
+def test_a_floor_under_small_inputs_is_told(second_order: bool) -> None:
+    def prune(weight: Tensor, hessian: Tensor) -> Tensor:
+        return kept(weight, row_mask(weight.double().abs() * hessian.diagonal().double().clamp_min(floor).sqrt()))
+
+    for floor, outcome in ((0.0, Outcome.PASS), (1e-6, Outcome.FAIL)):
+        pruner = Pruner(prune, tags=frozenset({"reads_hessian"}), second_order=second_order)
+        (record,) = harness.check(pruner, checks=["sparsifier.inputs_count"], draws=False).records
+        assert record.outcome is outcome and ("2^-13 times the inputs" in record.summary) is bool(floor), record.summary
+
+
 def test_a_pruner_that_gives_nan_beside_a_dead_input_is_told() -> None:
     def prune(weight: Tensor, hessian: Tensor) -> Tensor:
         return rows(weight) / (1.0 if bool((hessian.diagonal() > 0).all()) else torch.nan)
