@@ -125,6 +125,9 @@ def _note_unread(state: State, data: CalibrationData) -> None:
     """Say that tokens count which a mask of another name may mean to be padding."""
     pairs = zip(data.batches, data.token_masks, strict=True)
     unread = {name for batch, mask in pairs for name in _masks(batch) if mask is None or name != "attention_mask"}
+    if getattr(getattr(state.model, "config", None), "is_encoder_decoder", False):  # what a decoder is given follows from them
+        named = [batch.get("labels") for batch in data.batches if isinstance(batch, Mapping)]
+        unread |= {"-100 among the labels" for labels in named if labels is not None and bool((labels == -100).any())}
     if unread:
         state.report.notes.append(
             f"{', '.join(sorted(unread))} of the batches is not read as padding, and all tokens count; a loss_mask beside it "

@@ -195,15 +195,15 @@ class NumericEqual(Contract):
         return lambda sizes: _first_drawn(before, pair.before, [sizes], self._seed + 4) is not None
 
     def _sized(self, pair: Pair, before: Session, first: Sizes) -> list[list[Drawing]]:
-        """Draw in other sizes, in each twice: as at first, and everything anew with holes in the masks."""
+        """Draw in other sizes, in each several times: as at first, and everything anew with holes in the masks and flags off."""
         drawings, tables, refused = list[list[Drawing]](), reached_tables(pair.before), dict[str, None]()
         for words, several in sizes_to_look_at(pair.before, first, self._takes(pair, before)):
             drawn = _first_drawn(before, pair.before, several, self._seed + 4)
             if drawn is None:
                 refused[words] = None
                 continue
-            other = next(other_inputs(pair.before, drawn[0], self._seed + 4))
-            drawings.append([drawn, _accepted(before, drawn[0], other, tables)])
+            others = [_accepted(before, drawn[0], other, tables) for other in other_inputs(pair.before, drawn[0], self._seed + 4)]
+            drawings.append([drawn, *others[1:], others[0]])
         if refused:
             pair.notes.append(f"{self.name}: {_BEFORE} refuses open sizes, which were not looked at: {'; '.join(refused)}")
         return drawings

@@ -120,9 +120,17 @@ def _joined(model: onnx.ModelProto) -> set[str]:
     graph = inlined(model).graph if model.functions else model.graph
     shapes = {value.name: value.type.tensor_type.shape.dim for value in inputs_of(model)}
     found = set[str]()
-    for node in graph.node:
+    for node in _nodes(graph):
         axis = next((one.i for one in node.attribute if one.name == "axis"), 0)
         for shape in (shapes[name] for name in node.input if node.op_type == "Concat" and name in shapes):
             if -len(shape) <= axis < len(shape) and is_open(shape[axis]):
                 found.update(_names(shape[axis].dim_param))
     return found
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Those of branches, too, as merged decoders have them."""
+    for node in graph.node:
+        yield node
+        for inner in (one.g for one in node.attribute if one.HasField("g")):
+            yield from _nodes(inner)

@@ -284,6 +284,9 @@ def test_the_mask_of_a_decoder_is_said_not_to_be_read_whatever_its_length(is_pad
     layer = "encoder.block.0.layer.0.SelfAttention.q"  # those of the decoder do not line up with a padded encoder
     notes = quantize(model, load_dataset_source(DataLoader([batch], batch_size=None)), "basic", layer)  # type: ignore[arg-type]
     assert any(note.startswith("decoder_attention_mask of the batches is not read as padding") for note in notes)
+    labels = {"input_ids": ids, "attention_mask": mask, "labels": ids[:, :5].where(decoder_mask == 1, -100)}
+    notes = quantize(tiny.t5(vocab_size=64), load_dataset_source(DataLoader([labels], batch_size=None)), "basic", layer)  # type: ignore[arg-type]
+    assert any(note.startswith("-100 among the labels of the batches is not read as padding") for note in notes)
 
 
 @pytest.mark.parametrize("seed", range(6))

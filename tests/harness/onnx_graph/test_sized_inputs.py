@@ -63,6 +63,19 @@ def test_a_first_call_that_has_no_past_and_a_long_past_are_looked_at(m: str, wor
     assert words in _violated(_graph(PAST, JOINED.format("m = Identity(p)")), _graph(PAST, JOINED.format(m)))
 
 
+def test_the_branch_of_a_merged_decoder_that_takes_no_past_is_looked_at() -> None:
+    """Its mask is as long as past and new tokens, so that only where there is no past the flag may be off."""
+
+    def merged(first: str) -> onnx.ModelProto:
+        masked = "u = Unsqueeze(mask, twos) m = Mul({0}, u) s = ReduceSum(m, ones)"
+        then = f"g1 () => (float[b, t, 4] a) {{ j = Concat<axis = 1>(past, x) {masked.format('j')} a = Add(x, s) }}"
+        other = f"g2 () => (float[b, t, 4] a) {{ {masked.format('x')} {first} }}"
+        inputs = f'{PAST}, float[B, "P + S"] mask, bool[1] use_cache_branch'
+        return _graph(inputs, f"y = If (use_cache_branch) <then_branch = {then}, else_branch = {other}>")
+
+    assert "on drawing" in _violated(merged("a = Add(x, s)"), merged("a = Sub(x, s)"))
+
+
 def test_one_new_token_behind_a_long_past_is_looked_at() -> None:
     """Positions that count from zero where there is one new token and some past, as in every later step of a decoding."""
     text = "p = Shape<start = 1, end = 2>(past) n = Shape<start = 1, end = 2>(x) e = Equal(n, ones) l = Less(ones, p) a = And(e, l)"
