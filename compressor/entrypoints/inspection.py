@@ -197,7 +197,7 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
     kv, queries = None, False
     if found:
         errors = {name: one.get("error") for name, one in ((record or {}).get("modules") or {}).items()}
-        model = load_compressed(folder, device="cpu")
+        model = load_compressed(folder, device="cpu", model_class=_class_named(named))
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
         quantized = tuple(_layer(name, layer, errors.get(name)) for name, layer in layers.items())
         kv = kv_scheme_of(model)
@@ -213,6 +213,14 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
         tensors=tuple(_float_tensors(folder, {one.name for one in quantized})),
         record=record,
     )
+
+
+def _class_named(architectures: object) -> str | None:
+    """The class of transformers that config.json names; none where it names none that is there."""
+    import transformers
+
+    name = next(iter(architectures), None) if isinstance(architectures, list) else None
+    return name if isinstance(name, str) and hasattr(getattr(transformers, name, None), "from_pretrained") else None
 
 
 def read_run_record(folder: Path) -> dict[str, Any] | None:

@@ -94,6 +94,15 @@ def test_a_config_without_a_list_of_architectures_is_of_its_type(named: Any, bas
     assert inspect_checkpoint(folder).architecture == "llama"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_model_that_is_no_causal_one_is_read_as_the_class_that_its_config_names(tmp_path: Path) -> None:
+    model = tiny.t5()
+    oneshot(model, recipe={"QuantizationModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}, output_dir=tmp_path / "out")
+    found = inspect_checkpoint(tmp_path / "out")
+    assert found.architecture == "T5ForConditionalGeneration"
+    assert "encoder.block.0.layer.0.SelfAttention.q" in {one.name for one in found.quantized}
+
+
 def test_a_plain_folder_and_none_at_all(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = inspect_checkpoint(base)
     assert found.record is None and found.quantized == () and any("no compression.json" in line for line in found.lines())
