@@ -28,7 +28,7 @@ from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
 from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
-from harness.onnx_graph.graph.sized_inputs import Takes, first_sizes, sizes_to_look_at
+from harness.onnx_graph.graph.sized_inputs import first_drawn, first_sizes, sizes_to_look_at
 from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS
 
 
@@ -149,7 +149,7 @@ class NumericEqual(Contract):
     def _compared(self, pair: Pair) -> list[Finding]:
         added = added_masks(pair.before) if self._inputs is None else ()
         before = Session(pair.before, POLICIES["golden"], _BEFORE, added)
-        sizes = first_sizes(pair.before, self._takes(pair, before)) if self._inputs is None else Sizes()
+        sizes = first_sizes(before, pair.before) if self._inputs is None else Sizes()
         first = self._inputs if self._inputs is not None else example_inputs(pair.before, self._seed, sizes)
         as_large = self._as_large(pair, first, before)
         sized = self._sized(pair, before, sizes) if self._inputs is None else []
@@ -191,14 +191,11 @@ class NumericEqual(Contract):
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
         return drawings
 
-    def _takes(self, pair: Pair, before: Session) -> Takes:
-        return lambda sizes: _first_drawn(before, pair.before, [sizes], self._seed + 4) is not None
-
     def _sized(self, pair: Pair, before: Session, first: Sizes) -> list[list[Drawing]]:
         """Draw in other sizes, in each several times: as at first, and everything anew with holes in the masks and flags off."""
         drawings, tables, refused = list[list[Drawing]](), reached_tables(pair.before), dict[str, None]()
-        for words, several in sizes_to_look_at(pair.before, first, self._takes(pair, before)):
-            drawn = _first_drawn(before, pair.before, several, self._seed + 4)
+        for words, several in sizes_to_look_at(pair.before, first, lambda sizes: first_drawn(before, pair.before, [sizes]) is not None):
+            drawn = first_drawn(before, pair.before, several, self._seed + 4)
             if drawn is None:
                 refused[words] = None
                 continue
@@ -350,17 +347,6 @@ def _is_same(one: Any, other: Any) -> bool:
     return len(left) == len(right) and all(
         np.array_equal(*both, equal_nan=both[0].dtype.kind == "f") for both in zip(left, right, strict=True)
     )
-
-
-def _first_drawn(graph: Session, model: onnx.ModelProto, several: Sequence[Sizes], seed: int) -> Drawing | None:
-    """Draw in the first of several sizes that is not too large, and that the graph takes."""
-    for sizes in several:
-        try:
-            inputs = example_inputs(model, seed, sizes)
-            return inputs, graph.run(inputs)
-        except (GraphRefused, UserInputError):
-            continue
-    return None
 
 
 def _special(pair: Pair, first: Mapping[str, np.ndarray]) -> dict[str, list[int]]:

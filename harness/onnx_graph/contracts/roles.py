@@ -18,8 +18,9 @@ from harness.onnx_graph.census.projections import Projection
 from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
 from harness.onnx_graph.contracts.counterparts import same_order
 from harness.onnx_graph.contracts.packed import columns_taken, columns_told
-from harness.onnx_graph.graph.drawn_inputs import example_inputs
-from harness.onnx_graph.graph.run_session import sqnr_db
+from harness.onnx_graph.graph.drawn_inputs import Sizes, example_inputs
+from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, Session, sqnr_db
+from harness.onnx_graph.graph.sized_inputs import first_sizes
 
 _UNCLEAR = (Status.MISSING, Status.AMBIGUOUS, Status.UNKNOWN)
 
@@ -199,7 +200,7 @@ class RoleWeights(RoleContract):
         if not asked:
             return
         try:
-            inputs = example_inputs(pair.before)
+            inputs = example_inputs(pair.before, sizes=_sizes(pair))
         except UserInputError as error:
             yield self.not_analysed(f"what each role takes of a layer that they share is found by running the graph: {error}")
             return
@@ -331,6 +332,14 @@ class QDQPreserved(RoleContract):
                     self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
                 )
         return found
+
+
+def _sizes(pair: Pair) -> Sizes:
+    """Open sizes at which the graph runs."""
+    try:
+        return first_sizes(Session(pair.before, POLICIES["golden"]), pair.before)
+    except GraphRefused:  # which is said where it is asked for numbers
+        return Sizes()
 
 
 def _place(pair: Pair, lost: RoleWeight, block: Block) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import onnx
 
-from harness.onnx_graph.graph.drawn_inputs import Sizes, inputs_of, is_open, open_axes, terms_of
+from compressor.errors import UserInputError
+from harness.onnx_graph.graph.drawn_inputs import Sizes, example_inputs, inputs_of, is_open, open_axes, terms_of
 from harness.onnx_graph.graph.local_functions import inlined
+from harness.onnx_graph.graph.run_session import GraphRefused, Session
 
 _STEP = 4
 _MOST_LENGTHS, _MOST_NAMES = 6, 64
@@ -19,16 +23,43 @@ Takes = Callable[[Sizes], bool]
 """Whether a graph runs at some sizes."""
 
 
-def first_sizes(model: onnx.ModelProto, takes: Takes) -> Sizes:
+def first_drawn(
+    graph: Session, model: onnx.ModelProto, several: Sequence[Sizes], seed: int = 0
+) -> tuple[dict[str, np.ndarray], list[Any]] | None:
+    """Draw in the first of several sizes that is not too large, and that a graph takes.
+
+    Args:
+        graph: that runs.
+        model: of it.
+        several: sizes, in order.
+        seed: of the draw.
+
+    Returns:
+        Inputs, and what the graph makes of them; None where it takes none.
+    """
+    for sizes in several:
+        try:
+            inputs = example_inputs(model, seed, sizes)
+            return inputs, graph.run(inputs)
+        except (GraphRefused, UserInputError):
+            continue
+    return None
+
+
+def first_sizes(graph: Session, model: onnx.ModelProto) -> Sizes:
     """Find sizes that a graph takes: 2 and 7, or longer, with one length that is the sum of two (a mask over a past and what is new).
 
     Args:
-        model: not modified.
-        takes: whether it runs at some sizes.
+        graph: that runs.
+        model: of it.
 
     Returns:
         The first that it takes; 2 and 7 where it takes none.
     """
+
+    def takes(sizes: Sizes) -> bool:
+        return first_drawn(graph, model, [sizes]) is not None
+
     lengths = _rows_and_lengths(model)[1][:_MOST_LENGTHS]
     added = [(name, pair) for name in lengths for pair in itertools.combinations([one for one in lengths if one != name], 2)]
     for other in _FIRST:
