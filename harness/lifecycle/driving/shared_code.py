@@ -8,11 +8,10 @@ torch.compile. What these use in turn, and plain data, is not followed.
 from __future__ import annotations
 
 import logging
-import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import lru_cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -82,8 +81,9 @@ class LibraryCode:
         Args:
             aside: modules and classes that are looked at elsewhere.
         """
-        self._aside = {id(one) for one in aside}
-        self._before = dict(_places(self._aside))
+        others = {id(one) for one in aside}
+        owners = (one for one in _owners(len(sys.modules)) if id(one[1]) not in others)
+        self._before = [(place, owner, dict(vars(owner))) for place, owner in owners]
 
     def changed(self) -> list[str]:
         """Return the full names that stand for another function or class, or for none, and new public ones of classes.
@@ -102,30 +102,40 @@ class LibraryCode:
 
     def _changes(self) -> Iterator[tuple[str, Any, str, object]]:
         """Place, owner and name of what changed, and what stood there."""
-        for place, (owner, now) in _places(self._aside):
-            before = self._before.get(place, (owner, now))[1]
-            if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
+        for place, owner, before in self._before:
+            now = vars(owner)
+            if _is_same(before, now):
                 continue  # as nearly everywhere
             for name, value in before.items():
-                own = now.get(name, _MISSING)
-                if own is not value and (callable(value) or isinstance(value, _MEMBERS)) and not is_of_torch(name, own):
+                own, is_public = now.get(name, _MISSING), isinstance(owner, type) or not name.startswith("_")
+                if own is not value and is_public and (callable(value) or isinstance(value, _MEMBERS)) and not is_of_torch(name, own):
                     yield place, owner, name, value
             for name in now.keys() - before.keys() if isinstance(owner, type) else ():
                 if not name.startswith("_") and not is_of_torch(name, now[name]):
                     yield place, owner, name, _MISSING
 
 
-def _places(aside: Collection[int]) -> Iterator[tuple[str, tuple[Any, dict[str, object]]]]:
-    """Full names of modules and classes of torch, themselves, and what stands in them."""
+def _is_same(before: Mapping[str, object], now: Mapping[str, object]) -> bool:
+    """Seen at one look: what stands where it stood is not compared."""
+    try:
+        return before == now
+    except (RuntimeError, ValueError, TypeError):  # as of two tensors
+        return False
+
+
+@lru_cache(maxsize=1)
+def _owners(num_modules: int) -> list[tuple[str, Any]]:
+    """Public modules and classes of torch, with their full names, as long as no module is loaded."""
+    del num_modules
+    found: list[tuple[str, Any]] = []
     for place, module in list(sys.modules.items()):
         if not place.startswith("torch.") or _NOT_LOOKED_AT.search(place):
             continue
-        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-        if id(module) not in aside:
-            yield place, (module, public)
+        found.append((place, module))
         # isinstance would ask the thing itself, and some of torch's warn of their end
-        owned = {name: value for name, value in public.items() if issubclass(type(value), type) and id(value) not in aside}
-        yield from ((f"{place}.{name}", (value, dict(vars(value)))) for name, value in owned.items() if value.__module__ == place)
+        owned = [(name, value) for name, value in vars(module).items() if not name.startswith("_") and issubclass(type(value), type)]
+        found += [(f"{place}.{name}", value) for name, value in owned if value.__module__ == place]
+    return found
 
 
 class SharedCode:
