@@ -137,7 +137,8 @@ class NumericEqual(Contract):
         if changed := _interface_changed(pair):
             return [self.violated(text) for text in changed]
         try:
-            example_inputs(pair.before, self._seed) if self._inputs is None else ()
+            if self._inputs is None:
+                example_inputs(pair.before, self._seed)  # which says what cannot be drawn
         except UserInputError as error:
             return [self.not_analysed(str(error))]
         try:

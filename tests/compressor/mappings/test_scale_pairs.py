@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from compressor import AWQModifier, QuantizationModifier, oneshot
+from compressor import AWQModifier, QuantizationModifier, SmoothQuantModifier, oneshot
 from compressor.data.collate import call_model
 from compressor.errors import TargetError, TracingError
 from compressor.mappings import Mappings, ScalePair, explicit_pairs, find_pairs, scale_channels
@@ -462,6 +462,8 @@ class ReadPast(nn.Module):
             return y / self.down.weight.norm()
         if self.past == "again":
             return y + nn.functional.linear(x, self.up.weight)[..., :16]
+        if self.past == "unseen":
+            return y * (1 + self.norm.weight.nan_to_num().mean())
         if self.past == "bias":
             return y + self.up.bias.sum()
         return y
@@ -508,6 +510,12 @@ def test_what_is_read_past_a_layer_is_left_alone_and_ends_a_run_where_only_other
         result = oneshot(model, recipe=[AWQModifier(), quantizer.model_copy(deep=True)], dataset=DataLoader(rows, batch_size=None))
         assert "scales of 1 modules" in result.report.notes[0]
         assert float((model(rows[0]["x"]) - before).norm() / before.norm()) < 0.02
+    with pytest.raises(TargetError, match=r"on batch 0 .* the model gives other outputs than before"):
+        oneshot(
+            ReadPast("unseen").eval(),
+            recipe=[SmoothQuantModifier(), quantizer.model_copy(deep=True)],
+            dataset=DataLoader(rows, batch_size=None),  # of one kind
+        )
     longer = DataLoader([*rows, {"x": torch.cat([row["x"] for row in rows], dim=1)}], batch_size=None)
     with pytest.raises(TargetError, match="the model gives other outputs than before"):
         oneshot(ReadPastInShort("no").eval(), recipe=[AWQModifier(), quantizer], dataset=longer)

@@ -53,6 +53,16 @@ def test_what_is_cut_to_the_length_of_another_is_seen_whichever_comes_first(inpu
         assert "on drawing" in _violated(_graph(inputs, whole), _graph(inputs, damaged))
 
 
+@pytest.mark.parametrize(("shorter", "longer"), [("x", "other"), ("other", "x")])
+def test_two_lengths_above_one_are_unequal_in_either_order(shorter: str, longer: str) -> None:
+    text = (
+        f"n = Shape<start = 1, end = 2>({shorter}) m = Shape<start = 1, end = 2>({longer}) a = Less(ones, n) b = Less(n, m) c = And(a, b)"
+    )
+    text += " f = Cast<to = 1>(c) s = ReduceSum(other, ones) t = Add(x, s) {0}"
+    inputs = "float[B, N, 4] x, float[B, M, 4] other"
+    assert "on drawing" in _violated(_graph(inputs, text.format("y = Identity(t)")), _graph(inputs, text.format("y = Add(t, f)")))
+
+
 PAST = "float[B, P, 4] past, float[B, S, 4] x"
 JOINED = "j = Concat<axis = 1>(past, x) p = Shape<start = 1, end = 2>(past) {0} c = Slice(j, zeros, m, ones)"
 JOINED += " s = ReduceSum(c, ones) y = Add(x, s)"
@@ -67,13 +77,13 @@ def test_the_branch_of_a_merged_decoder_that_takes_no_past_is_looked_at() -> Non
     """Its mask is as long as past and new tokens, so that only where there is no past the flag may be off."""
 
     def merged(first: str) -> onnx.ModelProto:
-        masked = "u = Unsqueeze(mask, twos) m = Mul({0}, u) s = ReduceSum(m, ones)"
+        masked = "n = Shape<end = 2>({0}) r = Reshape(mask, n) u = Unsqueeze(r, twos) m = Mul({0}, u) s = ReduceSum(m, ones)"
         then = f"g1 () => (float[b, t, 4] a) {{ j = Concat<axis = 1>(past, x) {masked.format('j')} a = Add(x, s) }}"
         other = f"g2 () => (float[b, t, 4] a) {{ {masked.format('x')} {first} }}"
         inputs = f'{PAST}, float[B, "P + S"] mask, bool[1] use_cache_branch'
         return _graph(inputs, f"y = If (use_cache_branch) <then_branch = {then}, else_branch = {other}>")
 
-    assert "on drawing" in _violated(merged("a = Add(x, s)"), merged("a = Sub(x, s)"))
+    assert "past [2, 0, 4]" in _violated(merged("a = Add(x, s)"), merged("a = Sub(x, s)"))
 
 
 def test_one_new_token_behind_a_long_past_is_looked_at() -> None:
