@@ -45,6 +45,8 @@ class ValidateSettings(Settings):
     """Limits; what the file does not name keeps its default."""
     trained: Annotated[Flag, Option()] = False
     """It was trained too (QAT, pruning): values may differ from the base's, behaviour decides."""
+    trust_remote_code_model: Annotated[Flag, Option("--trust-remote-code")] = False
+    """Run Python code that lies in either folder."""
     serve: Annotated[Text, Option(choices=("vllm", "sglang", "none"))] = "vllm"
     """The server whose loader the files are held against: vllm, sglang, none."""
     output_dir: Annotated[FilePath | None, Option(metavar="O")] = None
@@ -90,6 +92,7 @@ def run(settings: ValidateSettings) -> Verdict:
             split=settings.split,
             policy=policy,
             trained=settings.trained,
+            trust_remote_code_model=settings.trust_remote_code_model,
             serve=cast("ServerName", settings.serve),
             device=settings.device,
             max_seq_length=settings.max_seq_length,

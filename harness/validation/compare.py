@@ -112,6 +112,7 @@ def validate(
     split: str | None = None,
     policy: Policy | str | Path | None = None,
     trained: bool = False,
+    trust_remote_code_model: bool = False,
     serve: ServerName | Literal["none"] = "vllm",
     device: str = "auto",
     max_seq_length: int | None = None,
@@ -130,6 +131,7 @@ def validate(
         split: of a dataset that has several, or a part of one, such as `test[:100]`.
         policy: limits, or the path of their file; None for the defaults.
         trained: the model was trained as well (QAT, pruning): values are not compared with the base's, behaviour is.
+        trust_remote_code_model: run Python files of both folders, where their configs ask for them.
         serve: the server whose loader the files are held against, without the server itself: vllm, sglang, none.
         device: where both models run: auto, cpu, cuda.
         max_seq_length: tokens of a sequence; None for what the model takes, at most 2048.
@@ -151,7 +153,8 @@ def validate(
     progress = progress or SilentProgress()
     torch_device = resolve_device(device)
     with joined() as ranks:
-        subject = read_subject(resolve_folder(base).path, resolve_folder(compressed).path, trained=trained)
+        folders = [resolve_folder(source, code=trust_remote_code_model).path for source in (base, compressed)]
+        subject = read_subject(*folders, trained=trained, trust_remote_code=trust_remote_code_model)
         base_model = _base_model(subject)
         data = _load_data(subject, dataset, split, base_model.tokenizer, max_seq_length, num_samples)
         batches = _token_batches(data, base_model.model)
@@ -209,7 +212,7 @@ def _base_model(subject: Subject) -> LoadedModel:
     if isinstance(named, list) and named and str(named[0]).endswith("ForMaskedLM"):  # transformers would load it as a causal one
         raise ModelError(f"{folder}: config.json says {named[0]}, which fills masks; {_TAKES}")
     try:
-        return load_model(folder, device="cpu")
+        return load_model(folder, device="cpu", trust_remote_code=subject.trust_remote_code)
     except ModelError as error:
         if isinstance(named, list) and named and not str(named[0]).endswith(("ForCausalLM", "LMHeadModel")):
             raise ModelError(f"{folder}: config.json says {named[0]}, and as a causal language model it does not load; {_TAKES}") from error

@@ -19,7 +19,7 @@ from compressor.errors import ModelError
 from compressor.model.checkpoints.format import stored_names
 from compressor.model.experts.unfuse import disk_names, weight_converters
 from compressor.model.folder import one_line, read_config
-from compressor.model.loading.load import quiet_transformers
+from compressor.model.loading.load import quiet_transformers, remedy
 from compressor.model.targets import text_config
 from harness.validation.format.fused import FusedLayout
 
@@ -43,19 +43,20 @@ class LoadAttempt:
     problems: list[str] = field(default_factory=list)
 
 
-def load_compressed(folder: Path, *, dequantize: bool = False, dtype: str = "auto") -> LoadAttempt:
+def load_compressed(folder: Path, *, dequantize: bool = False, dtype: str = "auto", trust_remote_code: bool = False) -> LoadAttempt:
     """Load a compressed checkpoint on the CPU and run one token through it, which makes compressed-tensors decompress the weights.
 
     Args:
         folder: the checkpoint.
         dequantize: ask the loader to dequantize while it reads, instead of at the first forward.
         dtype: of the model, by its name in torch; `auto` for that of its config.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
     Returns:
         The model, or why there is none.
     """
     try:
         with _quiet(), torch.no_grad():
-            model, info = _from_pretrained(folder, dequantize, dtype)
+            model, info = _from_pretrained(folder, dequantize, dtype, trust_remote_code)
             problems = [f"{kind}: {_shown(item)}" for kind, items in sorted(info.items()) for item in sorted(items, key=str)]
             if info["missing_keys"] or info["mismatched_keys"]:
                 return LoadAttempt(None, problems)
@@ -95,13 +96,17 @@ def save_again(folder: Path, target: Path) -> dict[str, bool]:
     return options
 
 
-def _from_pretrained(folder: Path, dequantize: bool, dtype: str) -> tuple[torch.nn.Module, Mapping[str, Any]]:
+def _from_pretrained(
+    folder: Path, dequantize: bool, dtype: str, trust_remote_code: bool = False
+) -> tuple[torch.nn.Module, Mapping[str, Any]]:
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     read_config(folder)  # which refuses sizes of which no model could be built
-    options: dict[str, Any] = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": trust_remote_code}
+    if dequantize:
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, local_files_only=True, use_safetensors=True, ignore_mismatched_sizes=True, **options
+        folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     return model, info
 
@@ -158,11 +163,12 @@ def _config_for(like: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return config
 
 
-def load_with_our_reader(folder: Path) -> LoadAttempt:
+def load_with_our_reader(folder: Path, *, trust_remote_code: bool = False) -> LoadAttempt:
     """Load a checkpoint that transformers cannot load, with the runtime layers that it was written from.
 
     Args:
         folder: the checkpoint.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
     Returns:
         The model, or why there is none.
     """
@@ -170,7 +176,7 @@ def load_with_our_reader(folder: Path) -> LoadAttempt:
 
     try:
         with _quiet(), torch.no_grad():
-            model = load_own(folder, device="cpu")
+            model = load_own(folder, device="cpu", trust_remote_code=trust_remote_code)
             model(input_ids=torch.zeros(1, 1, dtype=torch.long), use_cache=False)
     except LOADER_ERRORS as error:
         return LoadAttempt(None, [first_line(error)])
@@ -261,17 +267,18 @@ def first_line(error: BaseException) -> str:
 _LAYOUT_FLAGS = ("is_transposed", "is_concatenated")
 
 
-def fused_layouts(model_dir: Path) -> dict[str, FusedLayout]:
+def fused_layouts(model_dir: Path, *, trust_remote_code: bool = False) -> dict[str, FusedLayout]:
     """Return how the layers of experts of a model keep their weights, as their classes and the rules of transformers for its files say.
 
     Args:
         model_dir: folder with config.json.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
     Returns:
         By dotted name in the files; of classes that do not say so nothing is known.
     Raises:
         ModelError: transformers does not know the architecture.
     """
-    model = _empty_model(model_dir)
+    model = _empty_model(model_dir, trust_remote_code)
     flags = {name: [getattr(module, flag, None) for flag in _LAYOUT_FLAGS] for name, module in model.named_modules()}
     layers = {name: (bool(turned), bool(joined)) for name, (turned, joined) in flags.items() if turned is not None and joined is not None}
     if not layers:
@@ -284,27 +291,29 @@ def fused_layouts(model_dir: Path) -> dict[str, FusedLayout]:
     return found
 
 
-def module_classes(model_dir: Path) -> dict[str, tuple[str, ...]]:
+def module_classes(model_dir: Path, *, trust_remote_code: bool = False) -> dict[str, tuple[str, ...]]:
     """Return the class names of every module of a model, from its config alone.
 
     Args:
         model_dir: folder with config.json.
+        trust_remote_code: run Python files of the folder, where its config asks for them.
     Returns:
         Names of the class and its bases, by module name.
     Raises:
         ModelError: transformers does not know the architecture.
     """
-    model = _empty_model(model_dir)
+    model = _empty_model(model_dir, trust_remote_code)
     return {name: tuple(cls.__name__ for cls in type(module).__mro__) for name, module in model.named_modules()}
 
 
-def _empty_model(model_dir: Path) -> torch.nn.Module:
+def _empty_model(model_dir: Path, trust_remote_code: bool) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         with _quiet(), torch.device("meta"):
-            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-            model = AutoModelForCausalLM.from_config(config)
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except LOADER_ERRORS as error:
-        raise ModelError(f"{model_dir}: transformers cannot build a causal language model from its config: {first_line(error)}") from error
+        what = f"transformers cannot build a causal language model from its config ({first_line(error)})"
+        raise ModelError(f"{model_dir}: {what}; {remedy(error, 'check config.json')}") from error
     return model

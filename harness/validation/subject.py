@@ -41,6 +41,7 @@ class Subject:
         pruned: modules that compression.json says were pruned, and whether the weights that were kept were changed as well.
         unreadable: what is wrong with that part of compression.json.
         transposed: modules whose weight lies as [in, out] where it is not quantized.
+        trust_remote_code: Python files of the folders may run.
     """
 
     base: Checkpoint
@@ -54,6 +55,7 @@ class Subject:
     pruned: Mapping[str, bool] = field(default_factory=dict)
     unreadable: tuple[str, ...] = ()
     transposed: frozenset[str] = frozenset()
+    trust_remote_code: bool = False
 
     @property
     def quantization_config(self) -> Mapping[str, Any] | None:
@@ -89,13 +91,14 @@ def check_folders(base_dir: Path, compressed_dir: Path) -> None:
         raise ModelError(f"{base_dir}: is given as base and as compressed model; give two folders")
 
 
-def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False) -> Subject:
+def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False, trust_remote_code: bool = False) -> Subject:
     """Read both folders; tensors stay on disk.
 
     Args:
         base_dir: folder of the base model, safetensors and config.json.
         compressed_dir: folder of the compressed checkpoint.
         trained: the model was trained as well.
+        trust_remote_code: run Python files of the folders, where their configs ask for them.
     Returns:
         The subject.
     Raises:
@@ -113,10 +116,10 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
     if base.problems:
         raise ModelError(f"{base_dir}: the base cannot be read: {base.problems[0]}; save it again as safetensors")
     config, problem = _read_config(compressed_dir, once=True)  # of a key that stands twice readers take the first or the last
-    classes = module_classes(base_dir)
+    classes = module_classes(base_dir, trust_remote_code=trust_remote_code)
     record = read_record(compressed_dir)
     compressed = read_checkpoint(compressed_dir)
-    layouts = fused_layouts(base_dir)
+    layouts = fused_layouts(base_dir, trust_remote_code=trust_remote_code)
     base, compressed = with_single_experts(base, compressed, layouts), with_single_experts(compressed, base, layouts)
     moved, unreadable = read_transforms(record, base, classes)
     shown = transformed(base, moved, classes)
@@ -131,6 +134,7 @@ def read_subject(base_dir: Path, compressed_dir: Path, *, trained: bool = False)
         pruned=_pruned(record or {}) | {name.removesuffix(".weight"): True for name in _refitted(moved, shown)},
         unreadable=tuple(unreadable),
         transposed=transposed_modules(classes),
+        trust_remote_code=trust_remote_code,
     )
     return _with_modules(subject, classes)
 

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from compressor import load_compressed, model_free, oneshot
 from compressor.json_text import from_json
 from compressor.model.side_files import side_files, side_notes
+from harness.cli import main
 from harness.reporting.verdict import Outcome
 from harness.validation.format.files import check_others
 
@@ -59,7 +61,9 @@ def own_dir(llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (folder / "assets" / "notes.pt").write_bytes(b"a pickle")
     config = from_json((folder / "config.json").read_text(encoding="utf-8"))
     auto = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": auto}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({**config, "model_type": "own", "architectures": ["OwnModel"], "auto_map": auto}), encoding="utf-8"
+    )
     yield folder
     for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
         del sys.modules[name]
@@ -84,10 +88,24 @@ def test_what_the_code_of_a_model_reads_goes_with_every_checkpoint(own_dir: Path
         assert "assets/notes.pt" not in _files(tmp_path / way)
         assert torch.equal(load_compressed(tmp_path / way, trust_remote_code=True)(ids).logits, due)
         assert check_others(own_dir, tmp_path / way).outcome is Outcome.PASS
-    (tmp_path / "save" / "modeling_own.py").write_text("", encoding="utf-8")
-    assert "modeling_own.py" in str(check_others(own_dir, tmp_path / "save").findings)
+    for name in ("modeling_own.py", "assets/deep/table.bits"):
+        (tmp_path / "save" / name).write_text("4", encoding="utf-8")
+        assert f"{name}: " in str(check_others(own_dir, tmp_path / "save").findings)
     for run in (result, converted, given, held):
         assert [note for note in run.report.notes if note.startswith("1 file beside the model's code") and "(assets/notes.pt)" in note]
+
+
+def test_a_model_with_code_of_its_own_is_validated_where_that_may_run(
+    own_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    oneshot(own_dir, recipe=RECIPE, output_dir=tmp_path / "out", trust_remote_code_model=True)
+    save_file({"input_ids": torch.randint(2, 100, (32, 24), generator=torch.Generator().manual_seed(0))}, tmp_path / "heldout.safetensors")
+    command = ["validate", str(own_dir), str(tmp_path / "out"), "--dataset", str(tmp_path / "heldout.safetensors"), "--output-dir"]
+    assert main([*command, str(tmp_path / "refused")]) == 3
+    assert "--trust-remote-code" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "held"), "--trust-remote-code"]) == 2  # an untrained model predicts too little to tell
+    (tmp_path / "out" / "table.json").write_text("7", encoding="utf-8")
+    assert main([*command, str(tmp_path / "failed"), "--trust-remote-code"]) == 1
 
 
 def test_files_that_are_there_already_stay_beside_a_model(own_dir: Path, tmp_path: Path) -> None:

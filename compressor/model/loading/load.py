@@ -474,17 +474,18 @@ def untie(loaded: LoadedModel) -> tuple[str, ...]:
     return ("the output layer has weights of its own now (tie_word_embeddings)",)
 
 
-def remedy(error: BaseException) -> str:
+def remedy(error: BaseException, otherwise: str = "check its files, or name another class with model_class") -> str:
     """Say what may be done about a model that does not load.
 
     Args:
         error: one of `LOAD_ERRORS`.
+        otherwise: where the error does not tell.
 
     Returns:
         The end of a message.
     """
     if "trust_remote_code" in str(error):
-        return "set trust_remote_code if you trust the Python files in the folder"
+        return "set trust_remote_code (--trust-remote-code) if you trust the Python files in the folder"
     if isinstance(error, ImportError):
         return "install what is missing"
-    return "check its files, or name another class with model_class"
+    return otherwise

@@ -83,12 +83,12 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
     Returns:
         The record, and the model where it loaded in either way.
     """
-    attempt, limit = load_compressed(subject.compressed.folder), "plain from_pretrained"
+    attempt, limit = load_compressed(subject.compressed.folder, trust_remote_code=subject.trust_remote_code), "plain from_pretrained"
     plain = [name for name in subject.compressed.stored.entries if name.rpartition(".")[0] not in subject.modules]
     evidence: dict[str, Any] = {"tensors not quantized": len(plain), "loaded with dequantize=True": False}
     announced = _announced(subject, attempt)
     if attempt.model is None and not announced and not online_groups(subject) and _is_weight_only(subject):
-        second = load_compressed(subject.compressed.folder, dequantize=True)
+        second = load_compressed(subject.compressed.folder, dequantize=True, trust_remote_code=subject.trust_remote_code)
         if second.model is not None and not second.problems:
             evidence["loaded with dequantize=True"] = True
             outcome = Outcome.PASS if allow_dequantize_load else Outcome.FAIL
@@ -96,14 +96,14 @@ def check_loads(subject: Subject, *, allow_dequantize_load: bool) -> tuple[Check
             return LOADS.record(outcome, summary, limit=limit, evidence=evidence, findings=attempt.problems), second.model
     online = sorted(online_groups(subject))
     if online:
-        own = load_with_our_reader(subject.compressed.folder)
+        own = load_with_our_reader(subject.compressed.folder, trust_remote_code=subject.trust_remote_code)
         instead = "stops" if attempt.model is None else "would compute something else"  # it stops before 5.23 where nothing is quantized
         said = f"transformers applies no transform_config ({some(online)}), and {instead}; compressor.load_compressed "
         if own.model is None:
             return LOADS.record(Outcome.FAIL, f"{said}stops: {_first(own.problems)}", evidence=evidence, findings=own.problems), None
         return LOADS.record(Outcome.INCONCLUSIVE, f"{said}applies it", evidence=evidence, findings=attempt.problems), own.model
     if announced:
-        own = load_with_our_reader(subject.compressed.folder)
+        own = load_with_our_reader(subject.compressed.folder, trust_remote_code=subject.trust_remote_code)
         if own.model is not None:
             said = _first(attempt.problems or ["it says nothing of its own"])
             summary = f"transformers {announced}, as the run said beforehand; compressor.load_compressed does: {said}"

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from compressor.json_text import from_json
+from compressor.model.folder import read_config
+from compressor.model.side_files import side_files
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.format.container import Checkpoint
@@ -25,7 +27,7 @@ from harness.validation.subject import Subject
 CONFIG = Claim("files.config", "config.json describes the base's model; only quantization_config is new")
 GENERATION_CONFIG = Claim("files.generation_config", "generation_config.json equals the base's")
 TOKENIZER = Claim("files.tokenizer", "The tokenizer files equal the base's, apart from what says where they were loaded from")
-OTHERS = Claim("files.others", "No Python and no settings of another format lie beside the model but the base's own")
+OTHERS = Claim("files.others", "No Python, nothing that it reads and no settings of another format lie beside the model but the base's own")
 SHARDS = Claim("files.shards", "The safetensors files are well formed and the index tells the truth")
 TENSORS = Claim("files.tensors", "Every base tensor is there, unchanged or as the parts of its quantized form, and no other")
 _LARGEST_STEP = 0.5  # of a norm that was trained, in units of its mean size: beyond, it is another norm
@@ -88,8 +90,8 @@ def check_config(subject: Subject) -> CheckRecord:
     if not differing and not config_settings(subject.moved):
         return CONFIG.record(Outcome.PASS, "equal, apart from quantization_config")
     try:
-        said = _as_recorded(subject, _normalized(subject.base.folder, config_settings(subject.moved)))
-        read = _normalized(subject.compressed.folder, {})
+        said = _as_recorded(subject, _normalized(subject.base.folder, config_settings(subject.moved), subject.trust_remote_code))
+        read = _normalized(subject.compressed.folder, {}, subject.trust_remote_code)
         differing = _differing_keys(said, read) + _contradictions(subject.config, subject.base_config, said, read)
     except LOADER_ERRORS as error:
         return CONFIG.record(Outcome.FAIL, f"transformers cannot read it: {first_line(error)}", findings=differing)
@@ -132,10 +134,11 @@ def _leaves(config: Mapping[str, Any], *place: str) -> dict[tuple[str, ...], Any
     return found
 
 
-def _normalized(folder: Path, settings: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+def _normalized(folder: Path, settings: Mapping[tuple[str, ...], Any], trust_remote_code: bool) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    read = with_settings(AutoConfig.from_pretrained(folder, local_files_only=True), settings)
+    stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    read = with_settings(stored, settings)
     config: dict[str, Any] = from_json(read.to_json_string(use_diff=False))
     return {key: meaning(value, config.get("dtype")) for key, value in config.items()}
 
@@ -214,7 +217,7 @@ def check_tokenizer(base_dir: Path, folder: Path) -> CheckRecord:
 
 
 def check_others(base_dir: Path, folder: Path) -> CheckRecord:
-    """Look for Python, and for files that make a loader read the folder another way; the base's may be left away.
+    """Look for Python, what that may read, and files that make a loader read the folder another way; the base's may be left away.
 
     Args:
         base_dir: folder of the base.
@@ -223,6 +226,9 @@ def check_others(base_dir: Path, folder: Path) -> CheckRecord:
         The record.
     """
     base, found = _files(base_dir, _OTHER_FILES), _files(folder, _OTHER_FILES)
+    if read_config(base_dir).get("auto_map"):  # the code of the model may read anything beside it
+        names = [name for name in side_files(base_dir)[0] if (folder / name).is_file()]
+        base, found = (files | {name: place / name for name in names} for files, place in ((base, base_dir), (found, folder)))
     texts = [_difference(name, base[name], path) if name in base else f"{name}: the base has no such file" for name, path in found.items()]
     return OTHERS.found([text for text in texts if text], f"{len(found)} files, all the base's" if found else "there are none", noun="file")
 

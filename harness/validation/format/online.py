@@ -54,7 +54,7 @@ def online_misfits(subject: Subject) -> list[str]:
         Sentences.
     """
     said = _recorded(subject)
-    classes = module_classes(subject.base.folder)
+    classes = module_classes(subject.base.folder, trust_remote_code=subject.trust_remote_code)
     findings = []
     for group, content in online_groups(subject).items():
         for entry in _in_forward(content):

@@ -76,12 +76,10 @@ def plot_nll(quality: Quality, policy: Policy) -> str:
         axes.fill_between(np.repeat(edges, 2)[1:-1], np.repeat(heights, 2), color=ACCENT, alpha=0.35, linewidth=0)
         _paint_interval(axes, interval, -0.12)
         axes.axvline(0, color=MUTED, linewidth=0.8)
-        axes.axvline(margin, color=LIMIT, linewidth=1.2, linestyle=(0, (4, 3)))
-        axes.annotate(f"margin: ratio {policy.max_perplexity_ratio:g}", (margin, 1.0), xycoords=("data", "axes fraction"), xytext=(-4, -2),
-                      textcoords="offset points", color=LIMIT, fontsize=8.5, ha="right", va="top")  # fmt: skip
         axes.set_ylim(-0.28, 1.15)
         span = max(margin, interval.high) - min(0.0, interval.low)
         axes.set_xlim(min(0.0, interval.low) - 0.06 * span, max(margin, interval.high) + 0.06 * span)
+        _mark(axes, margin, f"margin: ratio {policy.max_perplexity_ratio:g}", LIMIT, is_limit=True)
         axes.yaxis.set_visible(False)
         axes.spines["left"].set_visible(False)
         axes.set_xlabel("NLL of compressed minus base, nats per token; bootstrap over sequences")
@@ -96,6 +94,15 @@ def _paint_interval(axes: Axes, interval: Interval, height: float) -> None:
     axes.plot([interval.estimate], [height], "o", color=INK, markersize=5)
 
 
+def _mark(axes: Axes, place: float, text: str, color: str, *, level: int = 0, is_limit: bool = False) -> None:
+    """Draw a line across axes whose limits stand, and its label from there towards the middle, so that no text leaves the axes."""
+    is_left = (axes.transScale + axes.transLimits).transform((place, axes.get_ylim()[0]))[0] < 0.5
+    axes.axvline(place, color=color, linewidth=1.2, linestyle=(0, (4, 3)) if is_limit else "-")
+    axes.annotate(text, (place, 1.0 - 0.11 * level), xycoords=("data", "axes fraction"), xytext=(4 if is_left else -4, -2),
+                  textcoords="offset points", color=color, fontsize=8.5, ha="left" if is_left else "right", va="top", zorder=5,
+                  bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.2, "alpha": 0.85})  # fmt: skip
+
+
 def plot_kl(scores: Scores, quality: Quality, policy: Policy) -> str:
     """Plot how KL(base || compressed) spreads over the tokens.
 
@@ -106,24 +113,19 @@ def plot_kl(scores: Scores, quality: Quality, policy: Policy) -> str:
     Returns:
         An SVG element.
     """
-    values = np.maximum(scores.tokens.kl, 1e-7)
-    marks = {
-        "mean": (quality.kl.estimate, INK, "-"),
-        "p99": (quality.kl_p99, MUTED, "-"),
-        "limit of the mean": (policy.max_mean_kl, LIMIT, (0, (4, 3))),
-    }
+    smallest = 1e-7  # what is less stands there, on a logarithmic axis
+    values = np.maximum(scores.tokens.kl, smallest)
+    marks = {"mean": (quality.kl.estimate, INK), "p99": (quality.kl_p99, MUTED), "limit of the mean": (policy.max_mean_kl, LIMIT)}
+    places = [max(value, smallest) for value, _ in marks.values()]
 
     def paint(axes: Axes) -> None:
         edges = np.logspace(math.log10(values.min()), math.log10(max(values.max(), values.min() * 10)), 61)
         shares = np.histogram(values, bins=edges)[0] / len(values)
         axes.fill_between(np.repeat(edges, 2)[1:-1], np.repeat(shares, 2), color=ACCENT, alpha=0.35, linewidth=0)
-        for level, (label, (value, color, line)) in enumerate(marks.items()):
-            axes.axvline(value, color=color, linewidth=1.2, linestyle=line)
-            axes.annotate(f"{label} {value:.3g}", (value, 1.0 - 0.11 * level), xycoords=("data", "axes fraction"), xytext=(4, -2),
-                          textcoords="offset points", color=color, fontsize=8.5, va="top", zorder=5,
-                          bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.2, "alpha": 0.85})  # fmt: skip
         axes.set_xscale("log")
-        axes.set_xlim(edges[0], max(edges[-1], 4 * max(value for value, _, _ in marks.values())))
+        axes.set_xlim(min(edges[0], *places), max(edges[-1], *places))
+        for level, (place, (label, (value, color))) in enumerate(zip(places, marks.items(), strict=True)):
+            _mark(axes, place, f"{label} {value:.3g}", color, level=level, is_limit=color == LIMIT)
         axes.set_ylim(0, shares.max() * 1.15)
         axes.yaxis.set_visible(False)
         axes.spines["left"].set_visible(False)

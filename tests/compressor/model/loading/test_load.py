@@ -353,7 +353,7 @@ def custom_code_dir(source_dir, tmp_path, monkeypatch):
 
 
 def test_code_in_the_folder_runs_only_when_asked_for(custom_code_dir):
-    with pytest.raises(ModelError, match="set trust_remote_code if you trust"):
+    with pytest.raises(ModelError, match=r"set trust_remote_code \(--trust-remote-code\) if you trust"):
         load_model(custom_code_dir)
     assert type(load_model(custom_code_dir, trust_remote_code=True).model).__name__ == "OwnModel"
 
