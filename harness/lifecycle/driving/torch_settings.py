@@ -50,14 +50,19 @@ def _checks_of_distributions() -> bool:
     return Distribution._validate_args or (dynamo is not None and dynamo.TorchPatcher.patch.cache_info().currsize > 0)
 
 
-def _profiling_executor() -> bool:
-    """Which torch tells only to whoever sets it."""
-    held: bool = torch._C._jit_set_profiling_executor(True)
-    torch._C._jit_set_profiling_executor(held)
-    return held
+def _told_when_set(write: Callable[[Any], Any], other: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Return how to read, and how to set, what torch tells only to whoever sets it."""
+
+    def read() -> Any:
+        held = write(other)
+        write(held)
+        return held
+
+    return read, write
 
 
-_cuda, _future, _processes, _files = torch.backends.cuda, torch.__future__, torch.multiprocessing, torch.serialization
+_future, _processes, _files = torch.__future__, torch.multiprocessing, torch.serialization
+_ranks: Any = torch.distributed
 TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
     {
         "float32 precision": (float32_precisions, set_float32_precisions),
@@ -86,7 +91,11 @@ TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = M
         "mapping of torch.load": (_files.get_default_mmap_options, _files.set_default_mmap_options),
         "byte order of torch.load": (_files.get_default_load_endianness, _files.set_default_load_endianness),
         "checksums of torch.save": (_files.get_crc32_options, _files.set_crc32_options),
-        "profiling executor of torch.jit": (_profiling_executor, torch._C._jit_set_profiling_executor),
+        "profiling executor of torch.jit": _told_when_set(torch._C._jit_set_profiling_executor, True),
+        "profiling mode of torch.jit": _told_when_set(torch._C._jit_set_profiling_mode, True),
+        "fusion strategy of torch.jit": _told_when_set(torch._C._jit_set_fusion_strategy, []),
+        "fusion in torch.jit": (torch._C._jit_texpr_fuser_enabled, torch._C._jit_set_texpr_fuser_enabled),
+        **({"debugging of torch.distributed": (_ranks.get_debug_level, _ranks.set_debug_level)} if _ranks.is_available() else {}),
     }
 )
 
