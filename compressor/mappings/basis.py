@@ -220,7 +220,7 @@ class _Search:
             raise TargetError(f"{uncalled[0]}, which this data does not call, may write to the hidden states, too")
         tied = next((name for name in self._prober.modules if name in writers and self._prober.tied.get(name)), None)
         if tied is not None:
-            raise TargetError(f"the weight of {tied}, which adds to the hidden states, is tied to {self._prober.tied[tied]}")
+            raise TargetError(f"{tied}, which adds to the hidden states, is tied to {self._prober.tied[tied]}")
         watch = _Turned(self._prober, writers, make_rotation("random-matrix", size), self._tolerance)
         met = watch.run()
         if met:

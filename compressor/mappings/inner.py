@@ -58,7 +58,7 @@ def find_inner(model: nn.Module, batch: Batch, device: torch.device, *, progress
     found = [name for name, module in prober.modules.items() if pattern_of(name) in kinds and _is_linear(module)]
     alone = tuple(name for name in found if name not in prober.tied)
     if found and not alone:
-        raise TargetError(f"the weight of {found[0]}, which ends an MLP, is tied to {prober.tied[found[0]]}")
+        raise TargetError(f"{found[0]}, which ends an MLP, is tied to {prober.tied[found[0]]}")
     if not alone:
         raise TargetError("no linear layer reads what another one gives channel by channel, as those do that end an MLP")
     return alone

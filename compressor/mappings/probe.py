@@ -263,7 +263,7 @@ class Prober:
             return f"the weight or bias of {past} is read past its forward"
         tied = next((name for name in (source, *pair.readers) if self.tied.get(name)), None)
         if tied is not None:
-            return f"the weight of {tied} is tied to {self.tied[tied]}"
+            return f"{tied} is tied to {self.tied[tied]}"
         stubborn = next((name for name in pair.readers if not self._divides(name)), None)
         return f"{stubborn} does more with its weight than multiply" if stubborn else ""
 

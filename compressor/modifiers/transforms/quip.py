@@ -75,7 +75,7 @@ class QuIPModifier(RotatingModifier):
         tied = tied_modules(state.model)
         shared = next((name for name in self._names if name in tied), None)
         if shared is not None:
-            raise TargetError(f"{self.label}: the weight of {shared} is tied to {tied[shared]}, which would be turned, too; ignore it")
+            raise TargetError(f"{self.label}: {shared} is tied to {tied[shared]}, which would be turned, too; ignore it")
         return True
 
     def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int, str]]:
