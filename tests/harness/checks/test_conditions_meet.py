@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -126,6 +127,16 @@ class RoundsWhere(OurSolver):
         return [super(RoundsWhere, self).solve([one], H, block_size, like)[0] for one, H in zip(weights, given, strict=True)]
 
 
+class AsTheWeight(OurSolver):
+    """Its values have the dtype of the weight, as a loader has them; what that rounds off no later column makes up for."""
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        wide = super().solve([weight.float() for weight in weights], hessian, block_size, like)
+        return [replace(one, values=one.values.to(weight.dtype)) for one, weight in zip(wide, weights, strict=True)]
+
+
 def pruner(name: str, where: Callable[[Tensor, Tensor], bool], wrong: Callable[[Pruner, Tensor, Tensor], Tensor]) -> Pruner:
     """One of ours, that is wrong where a weight and its Hessian say so."""
     right = next(one for one in pruners() if one.name == name)
@@ -195,6 +206,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a view of one token": (Subject(where(lambda self, x: not x.is_contiguous() and x.shape[:-1].numel() == 1)), "an input of [1"),
     "large values in four dimensions": (Subject(where(lambda self, x: x.dim() == 4 and bool((x.abs() > 1e4).any()))), "large"),
 }
+
+
+def test_values_may_be_rounded_to_the_dtype_of_their_weight() -> None:
+    subject = AsTheWeight(QuantizationArgs(num_bits=8, strategy="channel"), damp_frac=0.001)
+    report = harness.check(subject, checks=["solver.conditions_meet"], draws=False)
+    assert report.verdict.value == "pass", report.to_text()
 
 
 @pytest.mark.parametrize("name", WRONG)
