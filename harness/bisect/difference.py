@@ -22,6 +22,7 @@ from compressor.errors import ModelError
 from compressor.progress import Progress, SilentProgress
 from harness.bisect.models import Pair, sorted_by_first_call
 from harness.bisect.search import Measure
+from harness.validation.behaviour.scoring import TokenBatch
 
 # A model that is base here and compressed there: modules change places for the time of a forward, nothing is copied.
 
@@ -54,33 +55,25 @@ def swapped(pair: Pair, names: frozenset[str], instead: Mapping[str, nn.Module] 
             pair.compressed.set_submodule(name, kept[name][1])
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Token ids [B, T], and which positions are real, bool [B, T]."""
-
-    input_ids: Tensor
-    mask: Tensor
+Terms = Callable[[Tensor, Tensor, TokenBatch], tuple[Tensor, Tensor]]
 
 
-Terms = Callable[[Tensor, Tensor, Tokens], tuple[Tensor, Tensor]]
-
-
-def _kl(other: Tensor, base: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _kl(other: Tensor, base: Tensor, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
     wanted, found = base.log_softmax(-1), other.log_softmax(-1)
     terms = torch.where(wanted > -math.inf, wanted.exp() * (wanted - found), torch.zeros_like(wanted)).sum(-1)
-    return (terms * tokens.mask).sum(1), tokens.mask.sum(1)
+    return (terms * tokens.predicting).sum(1), tokens.predicting.sum(1)
 
 
-def _loss(other: Tensor, base: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    scored = (tokens.mask[:, 1:] & tokens.mask[:, :-1]).to(base.device)
+def _loss(other: Tensor, base: Tensor, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    scored = tokens.scored.to(base.device)
     targets = tokens.input_ids[:, 1:, None].to(base.device)
     losses = [-logits[:, :-1].log_softmax(-1).gather(-1, targets)[..., 0] for logits in (other, base)]
     return ((losses[0] - losses[1]) * scored).sum(1), scored.sum(1)
 
 
-def _noise(other: Tensor, base: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    real = tokens.mask[..., None]
-    return ((other - base).square() * real).sum((1, 2)), (base.square() * real).sum((1, 2))
+def _noise(other: Tensor, base: Tensor, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    judged = tokens.predicting[..., None]
+    return ((other - base).square() * judged).sum((1, 2)), (base.square() * judged).sum((1, 2))
 
 
 MEASURES: Mapping[str, Terms] = MappingProxyType({"kl": _kl, "loss": _loss, "sqnr": _noise})
@@ -128,7 +121,7 @@ class Comparer:
     """
 
     pair: Pair
-    batches: Sequence[Tokens]
+    batches: Sequence[TokenBatch]
     measure: str = "kl"
     progress: Progress = field(default_factory=SilentProgress)
     num_passes: int = 0
@@ -153,7 +146,7 @@ class Comparer:
             for handle in handles:
                 handle.remove()
         # Comparisons with NaN hold nowhere, so that any model would seem equal to such a base.
-        if any(bool(logits.log_softmax(-1)[tokens.mask].isnan().any()) for logits, tokens in zip(self._base, self.batches, strict=True)):
+        if any(bool(logits.log_softmax(-1)[tokens.real].isnan().any()) for logits, tokens in zip(self._base, self.batches, strict=True)):
             raise ModelError("the base model's predictions are not finite on this data; nothing can be compared with it")
         return sorted_by_first_call(self.pair.parts, calls)
 
@@ -212,7 +205,7 @@ class Comparer:
         found = []
         with self.progress.task(f"pass {self.num_passes}", len(self.batches)) as task, torch.inference_mode():
             for tokens in self.batches:
-                mask: dict[str, Any] = {} if bool(tokens.mask.all()) else {"attention_mask": tokens.mask.long().to(self.pair.device)}
+                mask: dict[str, Any] = {} if tokens.mask is None else {"attention_mask": tokens.mask.long().to(self.pair.device)}
                 output = model(input_ids=tokens.input_ids.to(self.pair.device), use_cache=self.pair.use_cache, **mask)
                 found.append(output.logits.cpu())
                 task.advance(1)

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from compressor.data import check_vocabulary, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.folder import read_config, resolve_folder, some
@@ -16,11 +14,12 @@ from compressor.numerics.precision import widened_products
 from compressor.progress import Progress, SilentProgress
 from harness.bisect.attention import kv_format
 from harness.bisect.blame import Blame, guilty_part, suspects, usual_sqnr, weight_sqnr, who_made
-from harness.bisect.difference import MEASURES, Comparer, Tokens, limit_from, shown
+from harness.bisect.difference import MEASURES, Comparer, limit_from, shown
 from harness.bisect.models import Pair, group_into_layers, load_pair
 from harness.bisect.report import BisectReport, GuiltyLayer
 from harness.bisect.reproduce import write_test
 from harness.bisect.search import Culprit, half_of, search
+from harness.validation.behaviour.scoring import TokenBatch, token_batches
 
 _CHANCE = 1e-6
 """Nats, or noise over signal: what kernels that sum in another order may make."""
@@ -97,7 +96,7 @@ def _check_rest(pair: Pair, compare: Comparer, folders: tuple[Path, Path]) -> No
     )
 
 
-def _batches(pair: Pair, dataset: Any, num_samples: int, max_seq_length: int) -> list[Tokens]:
+def _batches(pair: Pair, dataset: Any, num_samples: int, max_seq_length: int) -> list[TokenBatch]:
     positions = getattr(getattr(pair.base, "config", None), "max_position_embeddings", None)
     data = load_dataset_source(
         dataset,
@@ -106,15 +105,11 @@ def _batches(pair: Pair, dataset: Any, num_samples: int, max_seq_length: int) ->
         max_seq_length=min(max_seq_length, positions or max_seq_length),
     )
     check_vocabulary(data, pair.base)
-    batches = []
-    for batch, mask in zip(data.batches, data.token_masks, strict=True):
-        if not isinstance(batch, dict) or "input_ids" not in batch:
-            raise DatasetError("dataset: its batches hold no input_ids; give token ids or text")
-        ids = batch["input_ids"]
-        batches.append(Tokens(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(torch.bool)))
-    if not any(int(tokens.mask.sum(1).max()) > 1 for tokens in batches):
+    batches = token_batches(data)
+    if not any(bool(tokens.scored.any()) for tokens in batches):
         cut = "" if max_seq_length > 1 else f" of max_seq_length={max_seq_length}"
-        raise DatasetError(f"dataset: no sequence{cut} has two tokens, and nothing can be predicted from one; give longer ones")
+        what = "two tokens of which a later one counts, and nothing can be predicted without"
+        raise DatasetError(f"dataset: no sequence{cut} has {what}; give longer ones")
     return batches
 
 
@@ -140,6 +135,6 @@ def _test(layer: GuiltyLayer, layers: dict[str, tuple[str, ...]], compare: Compa
     alone = compare(names)
     by_sequence = compare.by_sequence[names]
     worst = max(range(len(by_sequence)), key=lambda place: by_sequence[place])
-    rows = [row[mask].tolist() for tokens in compare.batches for row, mask in zip(tokens.input_ids, tokens.mask, strict=True)]
+    rows = [row[real].tolist() for tokens in compare.batches for row, real in zip(tokens.input_ids, tokens.real, strict=True)]
     most = limit if limit < alone else half_of(alone)
     return write_test(*folders, [subject], rows[worst], measure=compare.measure, limit=most)

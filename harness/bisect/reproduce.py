@@ -11,8 +11,9 @@ import torch
 
 from compressor.errors import UserInputError
 from compressor.numerics.precision import widened_products
-from harness.bisect.difference import MEASURES, Comparer, Tokens
+from harness.bisect.difference import MEASURES, Comparer
 from harness.bisect.models import load_pair
+from harness.validation.behaviour.scoring import TokenBatch
 
 _TEMPLATE = '''"""{subject} differs from the base. Written by `harness bisect`; fails until it is repaired."""
 
@@ -65,7 +66,7 @@ def swap_difference(
     if unknown:
         raise UserInputError(f"swap_difference: the models have no module {unknown[0]!r}; name modules as named_modules does")
     ids = torch.tensor(tokens, dtype=torch.long)
-    compare = Comparer(pair, [Tokens(ids, torch.ones_like(ids, dtype=torch.bool))], measure)
+    compare = Comparer(pair, [TokenBatch(ids)], measure)
     compare.run_base()
     inside = {part for part in pair.parts if any(part == name or part.startswith(f"{name}.") for name in parts)}
     return compare(frozenset(inside))

@@ -22,6 +22,7 @@ from harness.release.outside.tasks import check_tasks
 from harness.release.policy import ReleasePolicy, load_release_policy
 from harness.release.report import ReleaseReport, judged
 from harness.reporting.record import CheckRecord
+from harness.validation.behaviour.scoring import token_batches
 from harness.validation.compare import ValidationReport, validate
 from harness.validation.subject import check_folders
 
@@ -125,10 +126,7 @@ def _rows(source: Any, base: Path, policy: ReleasePolicy) -> list[list[int]]:
     data: CalibrationData = load_dataset_source(
         opened, tokenizer=tokenizer_, num_calibration_samples=least, batch_size=1, max_positions=positions
     )
-    rows = []
-    for batch, mask in zip(data.batches, data.token_masks, strict=True):
-        ids = batch["input_ids"] if isinstance(batch, dict) else batch[0]
-        rows.append((ids[0] if mask is None else ids[0][mask[0]]).tolist())
+    rows = [batch.input_ids[0][batch.real[0]].tolist() for batch in token_batches(data)]
     rows = [row for row in rows if len(row) >= asked.prompts + 2]
     if len(rows) < asked.prompts:
         told = f"{len(rows)} sequences have {asked.prompts + 2} tokens or more, and {asked.prompts} prompts are asked for"

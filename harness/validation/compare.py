@@ -34,7 +34,7 @@ from harness.reporting.record import CheckRecord, decide
 from harness.reporting.verdict import EXIT_CODES, Outcome, Verdict
 from harness.validation.behaviour.acceptance import check_accepted, check_loads
 from harness.validation.behaviour.quality import ACCURACY, FINITE, KL, PERPLEXITY, TOP1, Quality, check_quality
-from harness.validation.behaviour.scoring import Scores, TokenBatch, model_logits, score_models, sees_ahead
+from harness.validation.behaviour.scoring import Scores, TokenBatch, model_logits, score_models, sees_ahead, token_batches
 from harness.validation.behaviour.transformed import check_transforms
 from harness.validation.format.files import check_files
 from harness.validation.format.record import check_digests, check_quantization_config, check_record, file_hashes, read_record
@@ -236,13 +236,11 @@ def _load_data(
 
 def _token_batches(data: CalibrationData, model: torch.nn.Module) -> list[TokenBatch]:
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
-    batches = []
-    for batch, mask in zip(data.batches, data.token_masks, strict=True):
-        ids = batch["input_ids"] if isinstance(batch, dict) else batch[0]
-        if int(ids.max()) >= embeddings.num_embeddings:
-            raise DatasetError(f"dataset: token id {int(ids.max())} is outside the model's vocabulary of {embeddings.num_embeddings}; "
-                               "give data of this model's tokenizer")  # fmt: skip
-        batches.append(TokenBatch(ids, mask))
+    batches = token_batches(data)
+    largest = max(int(batch.input_ids.max()) for batch in batches)
+    if largest >= embeddings.num_embeddings:
+        raise DatasetError(f"dataset: token id {largest} is outside the model's vocabulary of {embeddings.num_embeddings}; "
+                           "give data of this model's tokenizer")  # fmt: skip
     return batches
 
 

@@ -36,9 +36,9 @@ _Block = Annotated[list[Annotated[_Size, Field(gt=0)]], Field(min_length=2, max_
 class _Arguments(_Part):
     """Of weights, inputs, or keys and values."""
 
-    num_bits: _Size | None = None
-    type: str | None = None
-    symmetric: bool | None = None
+    num_bits: _Size = 8
+    type: str = "int"
+    symmetric: bool = True
     strategy: str | None = None
     group_size: _Size | None = None
     block_structure: _Block | None = None

@@ -15,6 +15,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from compressor.data import CalibrationData
 from compressor.distributed.ranks import Ranks
 from compressor.errors import DatasetError
 from compressor.progress import Progress, SilentProgress
@@ -34,10 +35,58 @@ _TOKENS_AHEAD = 64
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Token ids [B, T], int64, and which of them are real; None where all are."""
+    """Tokens that the models read.
+
+    Attributes:
+        input_ids: int64 [B, T].
+        mask: which are real, [B, T]; None where all are.
+        counted: which are judged, bool [B, T]; the others are read, too. None where all real ones are.
+    """
 
     input_ids: torch.Tensor
     mask: torch.Tensor | None = None
+    counted: torch.Tensor | None = None
+
+    @property
+    def real(self) -> torch.Tensor:
+        """Bool [B, T]."""
+        return torch.ones_like(self.input_ids, dtype=torch.bool) if self.mask is None else self.mask.to(torch.bool)
+
+    @property
+    def scored(self) -> torch.Tensor:
+        """Bool [B, T-1]: position t predicts t+1; both are real, and what comes is judged."""
+        return self.real[:, :-1] & self._judged[:, 1:]
+
+    @property
+    def predicting(self) -> torch.Tensor:
+        """Bool [B, T]: what is scored, and before padding or the end, where nobody knows what would come, what is judged itself."""
+        ahead = torch.nn.functional.pad(self.real[:, 1:], (0, 1))
+        return self.real & torch.where(ahead, torch.nn.functional.pad(self._judged[:, 1:], (0, 1)), self._judged)
+
+    @property
+    def _judged(self) -> torch.Tensor:
+        return self.real if self.counted is None else self.real & self.counted
+
+
+def token_batches(data: CalibrationData) -> list[TokenBatch]:
+    """Return the tokens of data.
+
+    Args:
+        data: batches with token ids.
+    Returns:
+        One for each batch.
+    Raises:
+        DatasetError: a batch holds none.
+    """
+    batches = []
+    for batch, counted in zip(data.batches, data.token_masks, strict=True):
+        named = batch if isinstance(batch, dict) else {"input_ids": batch[0]}
+        if "input_ids" not in named:
+            raise DatasetError("dataset: its batches hold no input_ids; give token ids or text")
+        mask = named.get("attention_mask")
+        is_padding = mask is not None and mask.dim() == 2 and not bool(mask.all())
+        batches.append(TokenBatch(named["input_ids"], mask if is_padding else None, counted))
+    return batches
 
 
 @dataclass(frozen=True)
@@ -77,14 +126,14 @@ def score_models(
         ranks: share the batches; each gets the scores of all.
         progress: shows a bar.
     Returns:
-        The scores of every position that has a real token after a real token.
+        The scores of every position that has a token that is judged after a real token.
     Raises:
-        DatasetError: no sequence has two tokens.
+        DatasetError: there is none.
     """
     ranks = ranks or Ranks()
-    positions = {number: scored for number, batch in enumerate(batches) if bool((scored := _scored_positions(batch)).any())}
+    positions = {number: scored for number, batch in enumerate(batches) if bool((scored := batch.scored).any())}
     if not positions:
-        raise DatasetError("the data holds no sequence of two real tokens; nothing can be predicted from it")
+        raise DatasetError("the data holds no sequence of two real tokens of which a later one counts; nothing can be predicted from it")
     shown_decoys = _first_decoys(positions)
     pieces: dict[int, TokenScores] = {}
     decoys: dict[int, TokenScores] = {}
@@ -111,7 +160,7 @@ def sees_ahead(model: LogitsFn, batches: Sequence[TokenBatch]) -> bool:
     Returns:
         True where they do; such a model has read the token that it would have to predict.
     """
-    rows = (row if batch.mask is None else row[batch.mask[at].bool()] for batch in batches for at, row in enumerate(batch.input_ids))
+    rows = (row[real] for batch in batches for row, real in zip(batch.input_ids, batch.real, strict=True))
     ids = next((row[None, :_TOKENS_AHEAD] for row in rows if len(row) > 1), None)
     if ids is None:
         return False
@@ -121,14 +170,6 @@ def sees_ahead(model: LogitsFn, batches: Sequence[TokenBatch]) -> bool:
         first, second = (model(tokens, None)[:, :half] for tokens in (ids, other))
     scale = (first.float() - first.float().mean(-1, keepdim=True)).norm()
     return bool((first.float() - second.float()).norm() > _SEEN_AHEAD.get(first.dtype, 2e-2) * scale)
-
-
-def _scored_positions(batch: TokenBatch) -> torch.Tensor:
-    """Return bool [B, T-1]: position t predicts t+1, and both are real."""
-    if batch.mask is None:
-        return torch.ones_like(batch.input_ids[:, 1:], dtype=torch.bool)
-    mask = batch.mask.to(torch.bool)
-    return mask[:, :-1] & mask[:, 1:]
 
 
 def _first_decoys(positions: Mapping[int, torch.Tensor]) -> set[int]:

@@ -10,10 +10,11 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from compressor.errors import CheckpointError, DatasetError, ModelError, OutputError
 from compressor.json_text import to_json
+from harness.bisect import bisect
 from harness.validation.behaviour.scoring import TokenBatch, model_logits, sees_ahead
 from harness.validation.compare import validate
 from harness.validation.policy import Policy, SqnrLimits
@@ -203,6 +204,22 @@ def test_a_base_that_predicts_no_next_token_is_refused_with_what_validate_takes(
     with pytest.raises(ModelError, match=r"BertForSequenceClassification, .* give a causal language model") as caught:
         validate(tmp_path / "base", tmp_path / "compressed", [])
     assert "name the class" not in str(caught.value)  # validate takes none
+
+
+def test_prompts_that_do_not_count_are_read(workspace, pristine, tmp_path):
+    folder = pristine("W8A16")
+    ids = load_file(workspace.dataset)["input_ids"]
+    counted = (torch.arange(24) >= 12).expand(len(ids), -1)
+    save_file({"input_ids": ids, "loss_mask": counted.long()}, tmp_path / "answers.safetensors")
+    report = validate(workspace.base, folder, tmp_path / "answers.safetensors")
+    model = transformers.AutoModelForCausalLM.from_pretrained(workspace.base, dtype="auto")
+    with torch.no_grad():
+        logits = model(ids).logits[:, 11:-1].float()
+    due = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 12:].flatten())
+    assert len(report.scores.tokens) == 12 * len(ids)
+    assert report.scores.tokens.nll_base.mean() == pytest.approx(float(due), rel=1e-3)
+    found = bisect(workspace.base, folder, tmp_path / "answers.safetensors", measure="loss", num_samples=len(ids)).search
+    assert found.total == pytest.approx(float((report.scores.tokens.nll_compressed - report.scores.tokens.nll_base).mean()), rel=1e-2)
 
 
 @pytest.mark.parametrize(("name", "said"), [("BertForMaskedLM", "fills masks"), ("BertLMHeadModel", "depends on later tokens")])

@@ -30,8 +30,10 @@ BLOCKS = {
     "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 16]},
     "input_activations": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 16, "dynamic": True},
 }
+WORDS = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
 KEYS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 RECIPES: dict[str, dict[str, Any]] = {
+    "words": {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"a": {"targets": ["Linear"], "weights": WORDS}}}},
     "blocks": {"QuantizationModifier": {"ignore": ["lm_head"], "config_groups": {"a": {"targets": ["Linear"], **BLOCKS}}}},
     "keys and values": {"QuantizationModifier": {"ignore": ["lm_head"], "scheme": "FP8", "kv_cache_scheme": KEYS}},
     "moved scales": {"SmoothQuantModifier": {}, "QuantizationModifier": QUANTIZED},
@@ -123,7 +125,7 @@ QUANT, GROUP = "quantization_config", ("quantization_config", "config_groups", "
 SPOILT: dict[str, tuple[str, str, tuple[str, ...], tuple[Any, ...], str]] = {
     "files.shards": ("moved scales", INDEX, ("metadata",), (None, [], 5, "x"), "metadata is "),
     "format.accepted": ("pruned", "config.json", (*GROUP, "format"), ([], {}), "quantization_config.config_groups.group_0.format: "),
-    "serving.config": ("pruned", "config.json", (*GROUP, "weights", "group_size"), (10**30, "x"), "weights.group_size: "),
+    "serving.config": ("words", "config.json", (*GROUP, "weights", "num_bits"), (10**30, "x", None), "weights.num_bits: "),
     "files.tensors": ("keys and values", "config.json", (QUANT, "config_groups"), (5, []), "quantization_config.config_groups: "),
     "files.config": ("pruned", "config.json", ("num_hidden_layers",), (10**30,), "num_hidden_layers="),
 }

@@ -144,6 +144,26 @@ def test_padding_is_never_scored():
     np.testing.assert_allclose(masked.decoy.kl, plain.decoy.kl)
 
 
+def test_what_does_not_count_is_read_and_no_target():
+    read: list[torch.Tensor | None] = []
+
+    def model(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        read.append(mask)
+        return table_model(1.0)(ids, mask)
+
+    ids, places = sample(num_sequences=30), torch.arange(24)
+    padding, counted = (places < 20).expand(30, -1), (places >= 8).expand(30, -1)
+    all_tokens = score_models(table_model(), model, [TokenBatch(ids[:, :20])])
+    some = score_models(table_model(), model, [TokenBatch(ids, padding.long(), counted)])
+    assert read[0] is None and torch.equal(read[1].bool(), padding)
+    due = (places[1:20] >= 8).repeat(30).numpy()  # of targets: the first that counts has a prediction, too
+    np.testing.assert_array_equal(some.tokens.nll_compressed, all_tokens.tokens.nll_compressed[due])
+    batch = TokenBatch(ids, padding.long(), counted)
+    assert [int(row) for row in batch.predicting.sum(1)] == [13] * 30 and not batch.predicting[:, :7].any()
+    with pytest.raises(DatasetError, match="of which a later one counts"):
+        score_models(table_model(), model, [TokenBatch(ids, None, places.expand(30, -1) < 1)])
+
+
 def test_the_decoy_is_the_prediction_of_one_token_before():
     ids = sample(num_sequences=20)
     scores = score_models(table_model(), table_model(1.0), [TokenBatch(ids)])
