@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shlex
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
@@ -29,6 +30,7 @@ from harness.plugin.selection import checks_of
 # that it did not come to, so its own are not called unused.
 
 _KEY = "harness_deselected"
+_EMPTY_SET = re.compile(r"\[(.*-)?NOTSET(-.*)?\]$")  # pytest's word for the parameter of a test that it skips because there is none
 
 
 class Usage:
@@ -50,7 +52,7 @@ class Usage:
         if report.when == "call" or report.failed:
             self.ran.add(report.nodeid)
         if not report.passed:
-            self.unknown_tests.add(report.nodeid)
+            self.unknown_tests.add(_EMPTY_SET.sub("", report.nodeid))
 
     def saw_collection(self, report: pytest.CollectReport) -> None:
         """Note a file that was skipped or could not be collected."""

@@ -69,7 +69,9 @@ def unused_goldens(root: Path, usage: Mapping[str, Any]) -> tuple[list[str], lis
     """
     used, stopped = set(usage["used"]), tuple(usage["unknown_tests"])
     idle = [entry for manifest in manifests_of(root) for entry in manifest.goldens.values() if entry.name not in used]
-    unsure = {entry.name for entry in idle if any(entry.test == test or entry.test.startswith(f"{test}::") for test in stopped)}
+    unsure = {
+        entry.name for entry in idle if any(entry.test == test or entry.test.startswith((f"{test}::", f"{test}[")) for test in stopped)
+    }
     return sorted(entry.name for entry in idle if entry.name not in unsure), sorted(unsure)
 
 

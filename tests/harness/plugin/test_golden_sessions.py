@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from harness import cli
+from harness.goldens.store.listing import unused_goldens
 
 TESTS = """
 import torch
@@ -309,6 +310,26 @@ import pytest, torch
 def test_a(golden): golden.check("a", torch.ones(1))
 def test_b(golden): golden.check("b", torch.ones(2))
 """
+
+
+EMPTY = """
+import pytest, torch
+DEVICES = {}
+@pytest.mark.parametrize("kind", ["x", "y"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a(golden, device, kind): golden.check(f"{{device}}/{{kind}}", torch.ones(2))
+@pytest.mark.parametrize("device", [*DEVICES, "cpu"])
+def test_b(golden, device): golden.check(f"b/{{device}}", torch.ones(2))
+"""
+
+
+def test_goldens_of_a_test_that_has_no_parameter_here_are_kept(project) -> None:
+    project.tests(test_it=EMPTY.format(["gpu"]))
+    project.run("--golden-update=new")
+    project.tests(test_it=EMPTY.format([]))
+    project.run()
+    usage = json.loads((project.path / ".harness_cache" / "golden-usage.json").read_text())
+    assert unused_goldens(project.path / "golden", usage) == (["b/gpu"], ["gpu/x", "gpu/y"])
 
 
 @pytest.mark.parametrize(
