@@ -118,13 +118,13 @@ def verify(settings: VerifySettings) -> Verdict:
 
 def _print(records: Sequence[CheckRecord], verdict: Verdict, *lines: str) -> None:
     from compressor.console import Console
-    from harness.reporting.text import VERDICT_STYLES, to_table
+    from harness.reporting.text import VERDICT_STYLES, printable, to_table
 
     console = Console()
     console.print(to_table(records, width=console.width))
     console.print(f"verdict: {verdict.value}", style=VERDICT_STYLES[verdict])
     for line in lines:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(printable(line), soft_wrap=True, highlight=False, markup=False)
 
 
 COMMAND = Actions(

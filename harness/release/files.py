@@ -13,13 +13,15 @@ from harness.reporting.record import CheckRecord, Claim
 from harness.validation.format.files import TOKENIZER_FILES
 from harness.validation.format.record import file_hashes, folder_entries
 
-SAFE = Claim("files.safe", "No file runs code when it is read: no pickle, no Python, no link or pipe, no auto_map")
+SAFE = Claim("files.safe", "No file runs code when it is read: no pickle, no Python, no program, no link or pipe, no auto_map")
 FOREIGN = Claim("files.foreign", "Every file is the base's, or one that a checkpoint has")
 STABLE = Claim("files.stable", "The files are the same after all checks as before them")
 
 _ODD = _LINK, _NO_FILE = ("is a link", "is a pipe, a socket or a device")
 _CODE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".py", ".so", ".dill", ".joblib", ".npy", ".npz", ".h5")
 _PICKLES = (*(bytes([128, protocol]) for protocol in range(2, 6)), b"PK\x03\x04")  # protocols 2 to 5; torch.save writes a zip
+_TEXTS = ("*.json", "*.jinja", "*.txt", "*.md", "README*", "LICENSE*", "NOTICE*")
+_LOOKED_AT = 65536  # bytes: of a program, or of what was compressed, some of the first are 0
 _KNOWN = (
     *("config.json", "generation_config.json", "compression.json", "*.safetensors", "*.safetensors.index.json"),
     *("README.md", "LICENSE*", "NOTICE*", *TOKENIZER_FILES),
@@ -41,9 +43,11 @@ def _dangers(path: Path, folder: Path) -> Iterator[str]:
         yield f"{name}: files of this kind can run code when they are loaded"
         return
     with path.open("rb") as file:
-        start = file.read(4)
+        start = file.read(_LOOKED_AT)
     if start.startswith(_PICKLES):
         yield f"{name}: begins as a pickle or an archive does"
+    elif b"\0" in start and any(fnmatchcase(path.name, text) for text in _TEXTS):
+        yield f"{name}: is no text, as its name says"
     if path.suffix == ".json" and "auto_map" in _object(path):
         yield f"{name}: auto_map asks a loader to run code"
 

@@ -93,7 +93,7 @@ def to_table(records: Iterable[CheckRecord], *, width: int = 80) -> Table:
         table.add_column(column, overflow="fold")
     for record in records:
         outcome = Text(record.outcome.value, style=_STYLES[record.outcome])
-        table.add_row(record.name, outcome, Text(record.summary), *([Text(record.limit, style="dim")] if width >= _WIDE else []))
+        table.add_row(record.name, outcome, Text(printable(record.summary)), *([Text(record.limit, style="dim")] if width >= _WIDE else []))
     return table
 
 

@@ -22,12 +22,23 @@ from harness.onnx_graph.graph.drawn_inputs import (
     narrower_ids,
     nudged,
     other_inputs,
+    small_inputs,
     zeroed_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
 from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
 from harness.onnx_graph.graph.reading import load_graph
-from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, OutputRow, Session, arrays_of, output_rows, random_operators
+from harness.onnx_graph.graph.run_session import (
+    POLICIES,
+    GraphRefused,
+    Limit,
+    OutputRow,
+    Policy,
+    Session,
+    arrays_of,
+    output_rows,
+    random_operators,
+)
 from harness.onnx_graph.graph.sized_inputs import first_drawn, first_sizes, sizes_to_look_at
 from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS
 
@@ -68,6 +79,8 @@ _ZERO_DB = 60.0
 """Of one row of equal values a norm leaves rounding, a millionth, times the reciprocal root of its epsilon."""
 _LEAST_DB = 20.0
 """Below it the exported graph decides nothing itself."""
+_DEPLOYED_MARGIN_DB = 6.0
+"""What a graph may be worse, as deployed, than the exported one is as deployed: twice the amplitude."""
 _MOST_SPECIAL = 8
 """Of one input: padding, begin, end and a few more of a processor."""
 
@@ -81,7 +94,8 @@ class NumericEqual(Contract):
     """Both graphs compute the same on the same inputs, within the limit of a policy.
 
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
-    limit that its integer kernels need (source: measured, see the README of this room).
+    limit that its integer kernels need (source: measured, see the README of this room). Where the exported graph itself, as deployed, comes
+    no nearer than that on some inputs, the limit is there what it comes to, less 6 dB.
 
     Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew; then with
     floats that are zero in whole rows, and in other open sizes (`sized_inputs`), each with holes and padding. Of what the exported graph
@@ -155,6 +169,7 @@ class NumericEqual(Contract):
         as_large = self._as_large(pair, first, before)
         sized = self._sized(pair, before, sizes) if self._inputs is None else []
         after = Session(pair.after, self._policy, _AFTER, added)
+        limits = _Limits(pair, self._policy, self.name, added)
         names = [value.name for value in pair.before.graph.output]
         drawings = [drawing for several in (as_large, *sized) for drawing in several]
         rows = [output_rows(names, expected, after.run(inputs)) for inputs, expected in drawings]
@@ -162,16 +177,17 @@ class NumericEqual(Contract):
             if len(values) > 1 and all(_is_same(values[0], other) for other in values[1:]):
                 pair.notes.append(f"{self.name}: output {name} did not change with the inputs that were drawn, so it says little of them")
         shapes = [_shapes(inputs) for inputs, _ in drawings]
-        judged = [self._judge(pair, several, shapes) for several in zip(*rows, strict=True)]
+        held = [limits.of(names, *drawing, found) for drawing, found in zip(drawings, rows, strict=True)]
+        judged = [self._judge(pair, several, held, shapes) for several in zip(*rows, strict=True)]
         found = [finding for finding in judged if finding is not None]
         found += self._unvaried(pair, [inputs for inputs, _ in drawings])
         if found or self._inputs is not None:
             return found
         several = [[inputs for inputs, _ in one] for one in (as_large, *sized)]
         return (
-            self._at_zero(pair, as_large[0], before, after)
+            self._at_zero(pair, as_large[0], before, after, limits)
             or self._at_full_size(pair, several[0], before, after)
-            or list(islice(self._padded(pair, several, before, after), 1))
+            or list(islice(self._padded(pair, several, before, after, limits), 1))
         )
 
     def _as_large(self, pair: Pair, first: Mapping[str, np.ndarray], before: Session) -> list[Drawing]:
@@ -181,7 +197,8 @@ class NumericEqual(Contract):
             return drawings
         tables = reached_tables(pair.before)
         drawings += self._with_special_ids(pair, first, before)
-        drawings += [_accepted(before, first, other, tables) for other in other_inputs(pair.before, first, self._seed)]
+        others = (*other_inputs(pair.before, first, self._seed), *small_inputs(pair.before, first))
+        drawings += [_accepted(before, first, other, tables) for other in others]
         for name, rows in tables.items():
             named = np.unique(np.concatenate([one[name].ravel() for one, _ in drawings])) if name in first else np.arange(rows)
             used = int(((named >= 0) & (named < rows)).sum())
@@ -238,10 +255,10 @@ class NumericEqual(Contract):
         return [self.not_analysed(f"input {name}: {why}") for name in fixed]
 
     def _padded(
-        self, pair: Pair, groups: Sequence[Sequence[Mapping[str, np.ndarray]]], before: Session, after: Session
+        self, pair: Pair, groups: Sequence[Sequence[Mapping[str, np.ndarray]]], before: Session, after: Session, limits: _Limits
     ) -> Iterator[Finding]:
         """Masks as batches have them. Where all keys are hidden no more is asked than that nothing is NaN or infinite that was not."""
-        names, limit = [value.name for value in pair.before.graph.output], self._policy.min_sqnr_db
+        names = [value.name for value in pair.before.graph.output]
         undecided, refused = list[str](), dict[str, None]()
         for drawn in groups:
             for where, inputs in padded_inputs(drawn[0], _few(_special(pair, drawn[0]))):
@@ -251,7 +268,8 @@ class NumericEqual(Contract):
                     refused[f"{self.name}: masks {where} were not looked at; {_BEFORE} refuses them"] = None
                     continue
                 actual = after.run(inputs)
-                if wrong := _wrong(output_rows(names, expected, actual), limit):
+                rows = output_rows(names, expected, actual)
+                if wrong := _wrong(rows, limit := limits.of(names, inputs, expected, rows)):
                     taken = equal_where_undecided((before, after), inputs, drawn[-1], (expected, actual))
                     if left := _wrong(output_rows(names, expected, taken), limit):
                         yield self.violated(f"{left}, {where}: {_shapes(inputs)}")
@@ -259,14 +277,15 @@ class NumericEqual(Contract):
         more = f"; so in {len(undecided) - 1} drawings more" if len(undecided) > 1 else ""
         pair.notes.extend([*refused, *(f"{one}{more}" for one in undecided[:1])])
 
-    def _at_zero(self, pair: Pair, first: Drawing, before: Session, after: Session) -> list[Finding]:
+    def _at_zero(self, pair: Pair, first: Drawing, before: Session, after: Session, limits: _Limits) -> list[Finding]:
         """Floats that are zero. A deviation of what is equal is nothing but rounding, so the limit is wider than that of other inputs."""
-        names, limit = [value.name for value in pair.before.graph.output], min(_ZERO_DB, self._policy.min_sqnr_db)
+        names = [value.name for value in pair.before.graph.output]
         for words, inputs in zeroed_inputs(pair.before, first[0]):
-            expected = before.run(inputs)
+            expected, actual = before.run(inputs), after.run(inputs)
+            rows = output_rows(names, expected, actual)
             if not all(map(_is_as_finite, expected, first[1])):
                 pair.notes.append(f"{self.name}: what is computed where {words} was not looked at; {_BEFORE} is not finite there")
-            elif wrong := _wrong(output_rows(names, expected, after.run(inputs)), limit):
+            elif wrong := _wrong(rows, min(Limit.of(_ZERO_DB), limits.of(names, inputs, expected, rows))):
                 return [self.violated(f"{wrong}, where {words}")]
         return []
 
@@ -297,23 +316,23 @@ class NumericEqual(Contract):
         """What is wrong, in words, and where rounding decides."""
         wrong, unclear = list[str](), list[str]()
         for own, row in ((own, row) for pairs in zip(rounding, rows, strict=True) for own, row in zip(*pairs, strict=False)):
-            limit = min(self._policy.min_sqnr_db, own.sqnr_db - _ROUNDING_MARGIN_DB)
-            if own.changed or limit < _LEAST_DB:
+            limit = min(self._policy.limit, Limit.of(own.sqnr_db - _ROUNDING_MARGIN_DB))
+            if own.changed or limit.whole < _LEAST_DB:
                 unclear.append(f"{self.name}: output {own.name} says nothing where all inputs are large: rounding decides it")
             elif row.wrong(limit):
                 wrong.append(row.text(limit))
         return wrong, unclear
 
-    def _judge(self, pair: Pair, drawings: Sequence[Sequence[OutputRow]], shapes: Sequence[str]) -> Finding | None:
+    def _judge(self, pair: Pair, drawings: Sequence[Sequence[OutputRow]], limits: Sequence[Limit], shapes: Sequence[str]) -> Finding | None:
         """One output on every drawing. One that says nothing on some is judged by the others."""
-        limit, rows = self._policy.min_sqnr_db, [row for drawing in drawings for row in drawing]
-        for at, drawing in enumerate(drawings, 1):
+        rows = [row for drawing in drawings for row in drawing]
+        for at, (drawing, limit) in enumerate(zip(drawings, limits, strict=True), 1):
             if wrong := _wrong([drawing], limit):
                 return self.violated(f"{wrong}{f', on drawing {at} of {len(drawings)}: {shapes[at - 1]}' * (at > 1)}")
         told = [row for row in rows if not row.unknown]
         if not told:
             return self.not_analysed(rows[0].unknown)
-        pair.notes.append(f"{self.name}: {min(told, key=lambda row: row.sqnr_db).text(limit)}")
+        pair.notes.append(f"{self.name}: {min(told, key=lambda row: row.sqnr_db).text(min(limits))}")
         return None
 
     def _renamed(self, pair: Pair) -> list[Finding]:
@@ -328,9 +347,33 @@ class NumericEqual(Contract):
         return [self.violated(f"output {was}: {now} is found in its place") for was, now in pairs if was in names[1]]
 
 
-def _wrong(outputs: Sequence[Sequence[OutputRow]], limit_db: float) -> str:
+class _Limits:
+    """How near two runs must be. What the exported graph itself loses as deployed is asked where that decides."""
+
+    def __init__(self, pair: Pair, policy: Policy, name: str, added: Collection[str]) -> None:
+        self._pair, self._policy, self._name, self._added = pair, policy, name, added
+        self._deployed: Session | None = None
+
+    def of(
+        self, names: Sequence[str], inputs: Mapping[str, np.ndarray], expected: Sequence[Any], rows: Sequence[Sequence[OutputRow]]
+    ) -> Limit:
+        """Of one drawing, of which the other graph made rows."""
+        limit = self._policy.limit
+        if self._policy.name == "golden" or not _wrong(rows, limit):
+            return limit
+        self._deployed = self._deployed or Session(self._pair.before, self._policy, _BEFORE, self._added)
+        own = [row for several in output_rows(names, expected, self._deployed.run(inputs)) for row in several]
+        whole, slices = (min(values) - _DEPLOYED_MARGIN_DB for values in zip(*((row.sqnr_db, row.weakest_db) for row in own), strict=True))
+        if whole < _LEAST_DB - _DEPLOYED_MARGIN_DB or (whole >= limit.whole and slices >= limit.slices):
+            return limit
+        told = f"as deployed {_BEFORE} itself comes so near to what it computes otherwise that the limit is wider: {_shapes(inputs)}"
+        self._pair.notes.append(f"{self._name}: {told}")
+        return Limit(min(limit.whole, whole), min(limit.slices, slices))
+
+
+def _wrong(outputs: Sequence[Sequence[OutputRow]], limit: Limit) -> str:
     """The first array beyond the limit, in words."""
-    return next((row.text(limit_db) for rows in outputs for row in rows if row.wrong(limit_db)), "")
+    return next((row.text(limit) for rows in outputs for row in rows if row.wrong(limit)), "")
 
 
 def _shapes(inputs: Mapping[str, np.ndarray]) -> str:

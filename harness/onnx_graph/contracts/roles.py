@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 
 from compressor.errors import UserInputError
+from compressor.model.folder import some
 from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in
-from harness.onnx_graph.census.census import ROLES, Block, Status
+from harness.onnx_graph.census.census import ROLES, Block, Census, Status
 from harness.onnx_graph.census.flow import Shapes
 from harness.onnx_graph.census.parts import takes_a_part
-from harness.onnx_graph.census.projections import Projection
+from harness.onnx_graph.census.projections import Projection, find_projection
 from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
 from harness.onnx_graph.contracts.counterparts import same_order
 from harness.onnx_graph.contracts.packed import columns_taken, columns_told
+from harness.onnx_graph.graph.constants import Constants
 from harness.onnx_graph.graph.drawn_inputs import Sizes, example_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, Session, sqnr_db
 from harness.onnx_graph.graph.sized_inputs import first_sizes
@@ -303,7 +305,7 @@ class ProjectionOp(RoleContract):
 
 
 class QDQPreserved(RoleContract):
-    """Projections that were stored in codes are still stored in codes, and mean the same numbers."""
+    """Layers that were stored in codes are still stored in codes, and mean the same numbers; what is no role is found by its numbers."""
 
     def of_blocks(self, pair: Pair) -> list[Finding]:
         """Look at every projection that was quantized.
@@ -312,7 +314,7 @@ class QDQPreserved(RoleContract):
             pair: before and after.
 
         Returns:
-            One finding per projection that is float now, or whose numbers changed.
+            One finding per projection that is float now, or whose numbers changed, and per other layer that is float now.
         """
         quantized = [one for one in pair.baseline.weights.values() if one.projection.stored == "codes"]
         if not quantized:
@@ -331,7 +333,33 @@ class QDQPreserved(RoleContract):
                 found.append(
                     self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
                 )
-        return found
+        return [*found, *self._other_layers(pair)]
+
+    def _other_layers(self, pair: Pair) -> list[Finding]:
+        """Layers that are no role of a block. One whose numbers no layer has any more may have been merged, folded or lost."""
+        roles = {mark for one in pair.baseline.weights.values() for mark in one.projection.marks}
+        before, after = (_stored_layers(one) for one in (pair.baseline.census, pair.census_after))
+        found, gone = list[Finding](), list[str]()
+        for mark, stored in before.items():
+            now = after.get(mark, {})
+            if mark in roles or len(now.get("codes", ())) >= len(stored.get("codes", ())):
+                continue
+            if len(now.get("float", ())) > len(stored.get("float", ())):
+                found.append(self.violated(f"{stored['codes'][0]}: expected codes, found floating point in {now['float'][-1]}"))
+            elif not now:
+                gone += stored["codes"]
+        lost = f"layers in codes whose numbers no layer has any more: {some(gone)}"
+        return [*found, *([self.not_analysed(lost)] if gone else [])]
+
+
+def _stored_layers(census: Census) -> dict[str, dict[str, list[str]]]:
+    """The layers of a graph by their numbers: how each is stored, and their operators and names."""
+    found = dict[str, dict[str, list[str]]]()
+    if census.view is not None:
+        constants = Constants(census.view)
+        for layer in filter(None, (find_projection(constants, node) for node in census.view.model.graph.all_nodes())):
+            found.setdefault(layer.fingerprint, {}).setdefault(layer.stored, []).append(f"{layer.op} {layer.name}")
+    return found
 
 
 def _sizes(pair: Pair) -> Sizes:

@@ -20,6 +20,7 @@ from harness.onnx_graph.graph.indexed_tables import id_limits, reached_tables
 _MOST_ELEMENTS = 2**28
 _MOST_TRIES = 8
 _MOST_FLAGS = 6
+_FAINT = 2.0**-7
 _MOST_BITS_OF_A_SAMPLE = 16
 _WIDE = range(-200, 200)  # what integers are drawn from that index no table; a graph that refuses them is given smaller ones
 _SMALL = (*range(16), -1)
@@ -171,8 +172,8 @@ def full_size_inputs(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.nda
     Yields:
         Name to array, of each drawing, and with masks of two ones a row and of two zeros; nothing where no input is a float.
     """
-    draw, limits, first = np.random.default_rng(seed + 2), id_limits(model), drawn[0]
-    floats = [name for name, one in first.items() if _is_float(one.dtype) and not is_mask(name, one.dtype) and name not in limits]
+    draw, first = np.random.default_rng(seed + 2), drawn[0]
+    floats = _floats(model, first)
     masks = {name: _two(one) for name, one in first.items() if is_mask(name, one.dtype) and one.ndim and one.shape[-1] > 2}
     sparse = [{**first, **masks}, {**first, **{name: 1 - one for name, one in masks.items()}}] if masks else []
     for inputs in [*drawn, *sparse] if floats else []:
@@ -198,14 +199,32 @@ def zeroed_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray]) -> It
     Yields:
         What was done, in words, and name to array; nothing where no input is a float.
     """
-    limits = id_limits(model)
-    floats = {name: one for name, one in first.items() if _is_float(one.dtype) and not is_mask(name, one.dtype) and name not in limits}
-    rows = {name: one.reshape(-1, one.shape[-1]) for name, one in floats.items() if one.size and one.ndim}
+    rows = {name: one.reshape(-1, one.shape[-1]) for name, one in _floats(model, first).items() if one.size and one.ndim}
     if rows:
         odd = {name: np.where(np.arange(len(one))[:, None] % 2 == 1, one, 0 * one).reshape(first[name].shape) for name, one in rows.items()}
         yield "every second row of floats is zero", {**first, **odd}
         half = {name: np.concatenate([0 * one[: (len(one) + 1) // 2], one[(len(one) + 1) // 2 :]]) for name, one in rows.items()}
         yield "the first half of the floats is zero", {**first, **{name: one.reshape(first[name].shape) for name, one in half.items()}}
+
+
+def small_inputs(model: onnx.ModelProto, first: Mapping[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    """Make floats small, as embeddings are: what is added to them is not hidden behind them then.
+
+    Args:
+        model: not modified.
+        first: as they were drawn before.
+
+    Yields:
+        Name to array; nothing where no input is a float.
+    """
+    if floats := _floats(model, first):
+        yield {**first, **{name: (one * np.asarray(_FAINT, one.dtype)).astype(one.dtype) for name, one in floats.items()}}
+
+
+def _floats(model: onnx.ModelProto, first: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Inputs that are neither masks nor ids in disguise."""
+    limits = id_limits(model)
+    return {name: one for name, one in first.items() if _is_float(one.dtype) and not is_mask(name, one.dtype) and name not in limits}
 
 
 def nudged(inputs: Mapping[str, np.ndarray], seed: int = 0) -> dict[str, np.ndarray]:

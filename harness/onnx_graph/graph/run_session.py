@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -53,6 +53,18 @@ _FILL, _FILL_GAP = 1000.0, 100.0
 """What a mask fills in is at least so large, and so many times larger than all that is smaller. Its energy says nothing of the rest."""
 
 
+class Limit(NamedTuple):
+    """How near an output must come: signal to noise of the whole, and of its weakest slice, in dB."""
+
+    whole: float
+    slices: float
+
+    @classmethod
+    def of(cls, whole: float) -> Limit:
+        """Return the limit whose slices may be a million times weaker."""
+        return cls(whole, whole - _SLICE_MARGIN_DB)
+
+
 @dataclass(frozen=True)
 class OutputRow:
     """One output compared.
@@ -75,24 +87,24 @@ class OutputRow:
     changed: str = ""
     unknown: str = ""
 
-    def wrong(self, limit_db: float) -> bool:
+    def wrong(self, limit: Limit) -> bool:
         """Whether the output is another one.
 
         Args:
-            limit_db: that the whole output must reach; a slice may lie 60 dB below it. Of ids as many may be others as rounding at that
-                limit lets ties fall the other way: 1 in 31,623 at 90 dB, 1 in 56 at 35 dB.
+            limit: that it must reach. Of ids as many may be others as rounding at the limit of the whole lets ties fall the other way: 1 in
+                31,623 at 90 dB, 1 in 56 at 35 dB.
 
         Returns:
             True if it must not pass.
         """
-        is_far = not self.sqnr_db >= limit_db or not self.weakest_db >= limit_db - _SLICE_MARGIN_DB
-        return bool(self.changed) or self.others > _ties(limit_db) or (is_far and not self.others)
+        is_far = not self.sqnr_db >= limit.whole or not self.weakest_db >= limit.slices
+        return bool(self.changed) or self.others > _ties(limit.whole) or (is_far and not self.others)
 
-    def text(self, limit_db: float) -> str:
+    def text(self, limit: Limit) -> str:
         """Return one line, for people.
 
         Args:
-            limit_db: as for `wrong`.
+            limit: as for `wrong`.
 
         Returns:
             The output, what was found, and the limit.
@@ -100,10 +112,10 @@ class OutputRow:
         if self.changed or self.unknown:
             return f"output {self.name}: {self.changed or self.unknown}"
         if self.others:
-            return f"output {self.name}: {self.others:.3%} of the values are others, limit {_ties(limit_db):.3%}"
-        numbers = f"max abs {self.max_abs:.3g}, SQNR {self.sqnr_db:.1f} dB, limit {limit_db:.0f} dB"
-        weak = self.weakest_db < limit_db - _SLICE_MARGIN_DB
-        worst = f"; its weakest slice has {self.weakest_db:.1f} dB, limit {limit_db - _SLICE_MARGIN_DB:.0f} dB" if weak else ""
+            return f"output {self.name}: {self.others:.3%} of the values are others, limit {_ties(limit.whole):.3%}"
+        numbers = f"max abs {self.max_abs:.3g}, SQNR {self.sqnr_db:.1f} dB, limit {limit.whole:.0f} dB"
+        weak = self.weakest_db < limit.slices
+        worst = f"; its weakest slice has {self.weakest_db:.1f} dB, limit {limit.slices:.0f} dB" if weak else ""
         return f"output {self.name}: {numbers}{worst}"
 
 
@@ -221,17 +233,17 @@ class Policy:
     Attributes:
         name: `golden` or `deploy`.
         level: onnxruntime's optimization level.
-        min_sqnr_db: limit on signal to noise of every output.
+        limit: of every output.
     """
 
     name: str
     level: str
-    min_sqnr_db: float
+    limit: Limit
 
 
 POLICIES: Mapping[str, Policy] = {
-    "golden": Policy("golden", "ORT_DISABLE_ALL", 90.0),
-    "deploy": Policy("deploy", "ORT_ENABLE_ALL", 35.0),
+    "golden": Policy("golden", "ORT_DISABLE_ALL", Limit.of(90.0)),
+    "deploy": Policy("deploy", "ORT_ENABLE_ALL", Limit.of(35.0)),
 }
 
 

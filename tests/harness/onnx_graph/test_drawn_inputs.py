@@ -43,7 +43,7 @@ def test_a_mask_that_is_ignored_is_seen(kind: str, name: str, policy: str) -> No
     model, damaged = _model(inputs, MASKED.format(name)), _model(inputs, UNMASKED)
     assert NumericEqual(policy).check(model, model).holds
     result = NumericEqual(policy).check(model, damaged)
-    assert result.holding is Holding.VIOLATED and "on drawing 2 of 2" in result.message
+    assert result.holding is Holding.VIOLATED and "on drawing 2 of 3" in result.message
 
 
 LARGE = "p = Mul(x, x) s = ReduceSum(p) l = Sub(s, limit) o = Relu(l) y = Add(x, o)"

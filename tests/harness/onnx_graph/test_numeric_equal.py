@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from harness.onnx_graph.contracts.base import ContractResult, Holding
 from harness.onnx_graph.contracts.nodes import NumericEqual
-from harness.onnx_graph.graph.run_session import GraphRefused, output_row
+from harness.onnx_graph.graph.run_session import GraphRefused, Limit, output_row
 
 OPEN = "(float[b, t, 16] x) => (float[b, t, 16] y)"
 PARTS = "(float[b, t, 16] x) => (seq(float[b, t, 1]) y)"
@@ -157,7 +157,7 @@ def test_what_both_graphs_fill_in_hides_nothing(fill, error: float, limit_db: fl
     for values in (before, after):
         fill(values)
     told = is_wrong and not (fill is _copied and limit_db == 35.0)  # no fill, and a slice may be wrong there
-    assert output_row("y", before, after).wrong(limit_db) is told
+    assert output_row("y", before, after).wrong(Limit.of(limit_db)) is told
 
 
 @pytest.mark.parametrize("fill", [-1e9, 1e300])
@@ -167,4 +167,4 @@ def test_a_fill_that_moved_by_its_own_rounding_passes_and_one_that_moved_further
     for factor, is_wrong in ((1 + 1e-7, False), (1.1, True)):
         after = before.copy()
         after[:, :3] *= factor
-        assert output_row("y", before, after).wrong(90.0) is is_wrong
+        assert output_row("y", before, after).wrong(Limit.of(90.0)) is is_wrong

@@ -24,7 +24,7 @@ from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.nodes import NumericEqual
 from harness.onnx_graph.contracts.roles import SeparateQKV
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
-from harness.onnx_graph.graph.run_session import POLICIES, output_row, run_graph
+from harness.onnx_graph.graph.run_session import POLICIES, Limit, output_row, run_graph
 from harness.onnx_graph.roundtrip.export import ExportFailure, export
 from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
 from harness.onnx_graph.roundtrip.optimizers import optimize
@@ -569,7 +569,7 @@ def test_the_boundary_of_numeric_equal_lies_where_it_is_said(error: float, limit
     actual = expected.copy()
     actual[0] *= 1 + error
     row = output_row("y", expected, actual)
-    assert row.wrong(limit_db) is is_wrong and row.sqnr_db > 100
+    assert row.wrong(Limit.of(limit_db)) is is_wrong and row.sqnr_db > 100
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint32, np.bool_])
@@ -578,12 +578,12 @@ def test_of_ids_each_is_right_or_another_however_large_they_are(dtype: type, wro
     expected = np.random.default_rng(0).integers(0, 250_000 if dtype is not np.bool_ else 2, 1000).astype(dtype)
     actual = expected.copy()
     actual[:wrong] = ~actual[:wrong] if dtype is np.bool_ else actual[:wrong] + 1
-    assert output_row("next token", expected, actual).wrong(limit_db) is is_wrong
+    assert output_row("next token", expected, actual).wrong(Limit.of(limit_db)) is is_wrong
 
 
 def test_codes_of_one_byte_are_rounded_like_numbers() -> None:
     expected = np.random.default_rng(0).integers(0, 250, (10, 100)).astype(np.uint8)
-    assert not output_row("codes", expected, expected + np.uint8(1)).wrong(35.0)
+    assert not output_row("codes", expected, expected + np.uint8(1)).wrong(Limit.of(35.0))
 
 
 def test_every_contract_of_a_flag_that_is_given_again_is_checked(

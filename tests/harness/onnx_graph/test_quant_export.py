@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,24 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, helper
 from transformers import LlamaForCausalLM
 
 from compressor import oneshot
 from compressor.errors import UserInputError
 from compressor.nn import QuantizedLinear
-from harness import QDQPreserved, SeparateQKV
+from harness import NumericEqual, QDQPreserved, SeparateQKV
 from harness.cli import main
 from harness.errors import HarnessError
 from harness.onnx_graph.census.census import census
-from harness.onnx_graph.graph.run_session import POLICIES, run_graph, sqnr_db
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.graph.drawn_inputs import example_inputs
+from harness.onnx_graph.graph.run_session import POLICIES, Limit, run_graph, sqnr_db
 from harness.onnx_graph.roundtrip import export_quantized as quant_export
 from harness.onnx_graph.roundtrip.export import example_batch
 from harness.onnx_graph.roundtrip.export_quantized import export_quantized, load_quantized_for_export
 from harness.onnx_graph.roundtrip.matrix import onnx_roundtrip
+from harness.onnx_graph.roundtrip.optimizers import optimize
 from tests import tiny
 
 INT4 = {"num_bits": 4, "group_size": 32}
@@ -90,6 +94,47 @@ def test_the_graph_holds_the_codes_of_the_checkpoint(llama: LlamaForCausalLM, tm
 def test_codes_and_roles_survive_simplifying(llama: LlamaForCausalLM, tmp_path: Path) -> None:
     trip = onnx_roundtrip(_compress(llama, tmp_path, SCHEMES["int4 in groups"][0]), exporters=["torchscript"])
     trip.assert_holds(QDQPreserved() & SeparateQKV(), skip=["fuse_qkv", "fuse_attention"])
+
+
+def test_every_layer_that_leaves_its_codes_is_told(llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    model = load_quantized_for_export(_compress(llama, tmp_path, SCHEMES["int4 in groups"][0]))
+    exported = export_quantized(model, example_batch(model)).model
+    assert QDQPreserved().check(exported, optimize(exported, "ort-basic")).holds
+    held = {one.name: one for one in exported.graph.initializer}
+    told = set()
+    for place, node in enumerate(exported.graph.node):
+        if node.op_type != "DequantizeLinear":
+            continue
+        alone = helper.make_graph([node], "one", [], [helper.make_tensor_value_info(node.output[0], TensorProto.FLOAT, None)])
+        alone.initializer.extend(held[name] for name in node.input)
+        made = helper.make_model(alone, opset_imports=exported.opset_import, ir_version=exported.ir_version)
+        weight = run_graph(made, {}, POLICIES["golden"])[0]
+        for factor, holding in ((1.0, Holding.VIOLATED), (1.5, Holding.NOT_ANALYSED)):
+            floats = onnx.ModelProto.FromString(exported.SerializeToString())
+            del floats.graph.node[place]
+            floats.graph.initializer.append(onnx.numpy_helper.from_array(weight * np.float32(factor), node.output[0]))
+            result = QDQPreserved().check(exported, floats)
+            is_role = any(part in node.name for part in ("q_proj", "k_proj", "v_proj"))
+            assert result.holding is (Holding.VIOLATED if is_role else holding), result.message
+            told.add(is_role)
+    assert told == {True, False}
+
+
+def test_a_graph_as_deployed_is_held_to_what_it_comes_to_itself(
+    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_quantized_for_export(_compress(llama, tmp_path, SCHEMES["int8 per channel, dynamic input"][0]))
+    exported = export_quantized(model, example_batch(model)).model
+    inputs = example_inputs(exported)
+    own = sqnr_db(*(run_graph(exported, inputs, POLICIES[name])[0] for name in ("golden", "deploy")))
+    assert np.isfinite(own)
+    worse = onnx.ModelProto.FromString(exported.SerializeToString())
+    codes = next(one for one in worse.graph.initializer if one.data_type == TensorProto.INT8)
+    codes.raw_data = np.negative(onnx.numpy_helper.to_array(codes)).tobytes()
+    monkeypatch.setitem(POLICIES, "deploy", dataclasses.replace(POLICIES["deploy"], limit=Limit.of(own + 3)))
+    same, other = (NumericEqual("deploy").check(exported, one) for one in (exported, worse))
+    assert same.holds and any("as deployed the exported graph itself" in note for note in same.notes), same.message
+    assert other.holding is Holding.VIOLATED
 
 
 def test_a_wrong_code_is_noticed_before_the_graph_leaves(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ HELD = {
     "none": np.float32(0),
     "unit": np.float32(1),
     "tiny": np.float32(1e-9),
-    "small": np.float32(1e-3),
+    "small": np.float32(1e-6),
     "far": np.float32(-4.5),
     "most": np.float32(3e4),
 }

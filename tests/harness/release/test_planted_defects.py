@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import pickle
 from collections.abc import Callable
@@ -166,6 +167,8 @@ DEFECTS: dict[str, tuple[Plant, str]] = {
     "file cut off": (cut_off, "files.shards"),
     "pickle beside the weights": (a_file("pytorch_model.bin", pickle.dumps({})), "files.safe"),
     "pickle under another name": (a_file("cache.dat", pickle.dumps({})), "files.safe"),
+    "program called a licence": (a_file("LICENSE.txt", b"\x7fELF\x02\x01\x01" + bytes(9)), "files.safe"),
+    "archive called a notice": (a_file("NOTICE", gzip.compress(b"words", mtime=0)), "files.safe"),
     "Python file": (a_file("modeling_own.py", b"import os\n"), "files.safe"),
     "link out of the folder": (lambda r: (r.compressed / "LICENSE").symlink_to("/etc/hostname"), "files.safe"),
     "file of nobody": (a_file("notes.draft", b"todo"), "files.foreign"),
