@@ -23,6 +23,7 @@ from compressor.data.encode import max_positions
 from compressor.errors import ModelError, SchemeError, UserInputError
 from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.class_readers import check_readable, reading_notes
+from compressor.model.disk_room import checkpoint_bytes
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.folder import check_index, has_weights, resolve_folder
@@ -57,7 +58,6 @@ from compressor.planning.workload import (
     head_of,
     join_by_input,
     stages_of,
-    stored_bytes_of,
     wants_base_stream,
 )
 from compressor.recipe import Recipe, load_recipe
@@ -452,9 +452,10 @@ def _estimate(
     footprints, basis = _footprints(setting, pipeline, stages, follow, trains=any(one.trains for one in trained.values()))
     timeline = lay_out(setting, pipeline, footprints, stages, trained)
     made = sum(target.number("bytes_after") for target in targets)
-    saved = sum(target.number("bytes_before") for target in targets) - made
+    coded = {target.module.name: target.number("bytes_after") for target in targets if target.scheme is not None}
+    dropped = sum(target.number("bytes_before") - target.number("bytes_after") for target in targets if target.scheme is None)
     return Estimate(
-        checkpoint_bytes=stored_bytes_of(skeleton) - saved,
+        checkpoint_bytes=checkpoint_bytes(skeleton, coded) - dropped,
         journal_bytes=made if pipeline == "sequential" else 0,
         offload_bytes=timeline.offload_bytes,
         model_bytes=setting.model_bytes,
