@@ -146,6 +146,7 @@ class State:
         sample_parts: in which part of all samples each sample of that batch is (PartSum); None for those that another process counts.
         has_base_stream: True where every batch runs through the model as it was before compression, too.
         base_stream: True while a batch runs through the model as it was before compression, for modifiers that compare the two.
+        picked: names of modules whose rows the forward picks by values; in the other stream they get those of other tokens.
         has_steps: False where no step of a training will come, so that nothing is to be made ready for one.
         keep_originals: keep replaced modules, so that an abort can put them back.
         originals: replaced modules by dotted name, in the order of replacement.
@@ -182,6 +183,7 @@ class State:
     sample_parts: tuple[int | None, ...] = (0,)
     has_base_stream: bool = False
     base_stream: bool = False
+    picked: frozenset[str] = frozenset()
     has_steps: bool = True
     keep_originals: bool = False
     originals: dict[str, nn.Module] = field(default_factory=dict)
@@ -278,12 +280,8 @@ class State:
         Raises:
             TargetError: another modifier holds one of them at that time; nothing is noted.
         """
-        taken = [
-            (name, *phase)
-            for name, tensor in tensors.items()
-            for phase in self.phases.get(id(tensor), ())
-            if start < phase[1] and phase[0] < end
-        ]
+        known = ((name, *phase) for name, tensor in tensors.items() for phase in self.phases.get(id(tensor), ()))
+        taken = [(name, begins, ends, other) for name, begins, ends, other in known if start < ends and begins < end]
         if taken:
             name, begins, ends, other = taken[0]
             raise TargetError(

@@ -12,14 +12,14 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from compressor.errors import ModelError, SchemeError
 from compressor.model.checkpoints.format import check_schemes, hides_weight, unpacked_at_once, unpacked_to_bfloat16, unpacks_as_it_reads
-from compressor.model.experts.format import reader_notes
+from compressor.model.experts.format import reader_notes, reader_problems
 from compressor.model.experts.unfuse import weight_converters
 from compressor.model.folder import some
 from compressor.model.loading.load import quiet_transformers
 from compressor.model.targets import ends_of, other_names, outward, text_config
 from compressor.nn import QuantizedLayer
 from compressor.nn.attention.kv_cache import KV_SCALES, attention_modules, cache_argument, kv_args
-from compressor.nn.experts import UnfusedExperts
+from compressor.nn.experts import UnfusedExperts, tokens_are_rows
 from compressor.numerics.scheme import QuantizationArgs, QuantizationScheme
 from compressor.random_state import random_numbers_kept
 
@@ -82,7 +82,19 @@ def reading_notes(
     kv = [] if kv_cache_scheme is None else _kv_notes(model, schemes)
     kv += [_BY_TOKEN] if kv_cache_scheme is not None and kv_cache_scheme.strategy == "token" else []
     kv += _query_notes(model) if queries else []
-    return [*reader_notes(model, schemes, has_kv=kv_cache_scheme is not None), *_class_notes(model, schemes), *kv]
+    experts = [*reader_notes(model, schemes, has_kv=kv_cache_scheme is not None), *_notes_of_bfloat16(model, schemes)]
+    return [*experts, *_class_notes(model, schemes), *kv]
+
+
+def _notes_of_bfloat16(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:
+    """Say that experts which transformers keeps fused stay in the dtype to which they were unpacked; other layers it casts."""
+    odd = [name for name in unpacked_to_bfloat16(schemes, model) if tokens_are_rows(model, [name])]
+    if not odd or not unpacks_as_it_reads() or reader_problems(model, schemes):
+        return []
+    return [
+        f"transformers 5.23 keeps quantized experts ({some(odd)}) in bfloat16, whatever the model computes in, and its outputs differ; "
+        "compressor.load_compressed computes in the dtype of the model"
+    ]
 
 
 def _kv_notes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> list[str]:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from compressor.data.layouts import dense_parts, has_memory
 from compressor.errors import CheckpointError
+from compressor.model.checkpoints.save import left_out
+from compressor.model.targets import all_names
 from compressor.nn import weight_of
 from compressor.numerics.packing import quantized_bytes
 from compressor.numerics.scheme import QuantizationScheme
@@ -30,9 +32,8 @@ def check_room(
     Raises:
         CheckpointError: a disk has less room than the files will take.
     """
-    made = sum(_bytes_after(model.get_submodule(name), scheme) for name, scheme in schemes.items())
-    gone = sum(_weight_bytes(model.get_submodule(name)) for name in schemes)
-    _check((output_dir, _model_bytes(model) - gone + made + beside), (run_dir, max(0, made - _bytes_in(run_dir))))
+    made = {name: _bytes_after(model.get_submodule(name), scheme) for name, scheme in schemes.items()}
+    _check((output_dir, checkpoint_bytes(model, made) + beside), (run_dir, max(0, sum(made.values()) - _bytes_in(run_dir))))
 
 
 def check_training_room(
@@ -51,7 +52,7 @@ def check_training_room(
     Raises:
         CheckpointError: a disk has less room than the files will take.
     """
-    now = _model_bytes(model)
+    now = checkpoint_bytes(model, {})
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     saved = now if itemsize is None else sum(value.numel() * itemsize for value in model.parameters())
     state = now + trained * (2 + num_averages)
@@ -80,15 +81,27 @@ def _check(*files: tuple[Path | None, int]) -> None:
             )
 
 
-def _model_bytes(model: nn.Module) -> int:
-    tensors = [value for value in model.state_dict().values() if isinstance(value, Tensor)]  # an extra state may be anything
-    storages = [part.untyped_storage() for value in tensors for part in ((value,) if has_memory(value) else dense_parts(value))]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+def checkpoint_bytes(model: nn.Module, made: Mapping[str, int]) -> int:
+    """Say what the tensors of a checkpoint take: a module with several names is written under each, a tie of transformers once.
+
+    Args:
+        model: not yet compressed, with or without values.
+        made: dotted name of every module that will be quantized, to the bytes that its weight takes then.
+
+    Returns:
+        Bytes.
+    """
+    places = all_names(model)
+    weights = {f"{place}.weight": size for name, size in made.items() for place in places[name]}
+    tied, state = left_out(model), model.state_dict(keep_vars=True)
+    if {id(value) for value in tied.values()} & {id(state.get(name)) for name in weights}:
+        tied = {}  # to quantize one side of a tie ends all of them
+    stays = [value for name, value in state.items() if isinstance(value, Tensor) and name not in tied and name not in weights]
+    return sum(weights.values()) + sum(_bytes_of(value) for value in stays)
 
 
-def _weight_bytes(module: nn.Module) -> int:
-    weight = weight_of(module)
-    return weight.numel() * weight.element_size()
+def _bytes_of(value: Tensor) -> int:
+    return sum(part.numel() * part.element_size() for part in ((value,) if has_memory(value) else dense_parts(value)))
 
 
 def _bytes_after(module: nn.Module, scheme: QuantizationScheme) -> int:

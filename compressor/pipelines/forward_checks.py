@@ -9,6 +9,9 @@ Calls. A layer that its owner also holds in a list or a function stays there as 
 which modules are called; one of the smallest batch at the end tells what is left of it, and where that passes by a layer, those of the
 others. A module counts only where its owner is called as well: which experts a token is sent to may change.
 
+Rows. Forwards of one batch with other weights need not hand a module the same tokens. One more forward, of the first batch of each kind,
+tells which modules these are, and is run where rows are to be compared.
+
 Writes. What a forward writes to the weight of a compressed layer goes nowhere, for what it gets to see of it is a copy. And where weights
 are exchanged for the time of a forward, those are compressed with which nothing is computed: in the first call of each layer some numbers
 of its weights are held against those from before.
@@ -33,8 +36,10 @@ from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
 from compressor.nn import QuantizedLayer
 from compressor.pages import let_go
+from compressor.pipelines.calibration_mode import watched_modules
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
+from compressor.tracing.picked_rows import rows_picked_by_values
 from compressor.tracing.targets.call_order import plain_forward
 
 _MOVED = 1e-3
@@ -421,6 +426,27 @@ def _judge_writes(state: State, written: Collection[str], rewritten: Collection[
             f"{len(written)} layers ({some(written)}) are compressed as they were loaded; what the model's own forward writes to their "
             "weights is lost on the compressed ones: they compute something else, unless their reader unpacks them before"
         )
+
+
+def picked_rows(session: Session, data: CalibrationData) -> frozenset[str]:
+    """Find the modules whose rows are picked by values that compression changes, in the first batch of each kind.
+
+    Args:
+        session: its model is as before.
+        data: the batches; those of other inputs take other ways through the model.
+
+    Returns:
+        Dotted names of modules that are watched or will be compressed, the same on all ranks.
+    """
+    model, device = session.state.model, session.state.device
+    varying, watched = compressed_names(session.state), watched_modules(session)
+    kinds = {tuple(batch) if isinstance(batch, Mapping) else len(batch): batch for batch in reversed(data.batches)}
+    found: set[str] = set()
+    with session.hooks_disabled(), torch.no_grad(), Footprint(model) as footprint:
+        for batch in kinds.values():
+            with footprint.returning():
+                found |= rows_picked_by_values(model, batch_to(batch, device), varying, {*varying, *watched})
+    return frozenset(session.state.ranks.union(tuple(sorted(found))))
 
 
 def _smallest_first(data: CalibrationData) -> Iterator[Batch]:

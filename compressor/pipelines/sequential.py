@@ -26,6 +26,7 @@ from compressor.pipelines.forward_checks import (
     check_padding,
     check_still_called,
     compressed_names,
+    picked_rows,
     refuse_exchanged,
     weights_held_to,
 )
@@ -117,6 +118,7 @@ def _run_stages(
         plan, runs_once, called = _planned(session, data, settings, weights)
         beside = _beside(session, plan, settings, runs_once)
         state.has_base_stream = beside is not None
+        state.picked = frozenset() if beside is None else picked_rows(session, data)
         # A sample enters once and passes each stage twice, to calibrate and to propagate; a twin of it enters once and passes each once.
         total = len(data.batches) * (1 + 2 * len(plan.stages) + (0 if beside is None else 1 + len(plan.stages)))
         with progress.task("calibrate", total=total) as task:

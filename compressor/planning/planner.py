@@ -23,6 +23,7 @@ from compressor.data.encode import max_positions
 from compressor.errors import ModelError, SchemeError, UserInputError
 from compressor.lifecycle import Modifier, PlannedModule, State
 from compressor.model.class_readers import check_readable, reading_notes
+from compressor.model.disk_room import checkpoint_bytes
 from compressor.model.evaluation import check_dtypes_around
 from compressor.model.experts.unfuse import unfused_experts
 from compressor.model.folder import check_index, has_weights, resolve_folder
@@ -32,6 +33,7 @@ from compressor.model.loading.sample_batches import batch_of_shapes, describe_ba
 from compressor.model.loading.stand_in import load_skeleton
 from compressor.modifiers.gptq import Mode
 from compressor.modifiers.schemes.base import SchemeModifier
+from compressor.modifiers.schemes.targets import check_linear_forwards
 from compressor.modifiers.transforms.rotating import RotatingModifier
 from compressor.nn import weight_of
 from compressor.nn.attention.kv_cache import attention_modules
@@ -57,7 +59,6 @@ from compressor.planning.workload import (
     head_of,
     join_by_input,
     stages_of,
-    stored_bytes_of,
     wants_base_stream,
 )
 from compressor.recipe import Recipe, load_recipe
@@ -227,7 +228,8 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
             turning = [one for one in parsed.modifiers if isinstance(one, RotatingModifier)]
             held = bytes_of(skeleton) + sum(one.added_bytes(skeleton) for one in turning)
             setting = Setting(held, not on_gpu or in_memory, suspends, granted, batches, speed, num_ahead=ahead)
-            attention, (unwritable, notes) = _attention(skeleton, parsed.modifiers), _readers(skeleton, parsed.modifiers)
+            attention = _attention(skeleton, parsed.modifiers)
+            unwritable, notes = _readers(skeleton, parsed.modifiers, model if isinstance(model, nn.Module) else skeleton)
             made = _estimated(skeleton, parsed, chosen, settings, setting, of_all, None if in_memory else device)
             tried = try_forward(skeleton, parsed.modifiers, lambda: _Following(skeleton, batches)((), ()))
         finally:
@@ -297,13 +299,14 @@ def _attention(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> str | None
     return quantizing[0].describe_kv(len(attention_modules(skeleton))) if quantizing else None
 
 
-def _readers(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> tuple[str | None, tuple[str, ...]]:
+def _readers(skeleton: nn.Module, modifiers: Sequence[Modifier], model: nn.Module) -> tuple[str | None, tuple[str, ...]]:
     """What a run says where nobody could read the checkpoint, and of who reads it otherwise.
 
     Without a checkpoint the model may be used as it is.
     """
     quantizing = [one for one in modifiers if isinstance(one, SchemeModifier)]
     schemes = {name: scheme for one in quantizing for name, scheme in one.resolve(skeleton).items()}
+    check_linear_forwards({name: module for name, module in model.named_modules() if name in schemes})  # with values, where there are
     kv = next((one.kv_format for one in quantizing if one.kv_format is not None), None)
     notes = reading_notes(skeleton, schemes, kv, queries=any(one.attention_patterns for one in quantizing))
     turning = [(one, list(one.turned_online(skeleton))) for one in modifiers if isinstance(one, RotatingModifier)]
@@ -452,9 +455,10 @@ def _estimate(
     footprints, basis = _footprints(setting, pipeline, stages, follow, trains=any(one.trains for one in trained.values()))
     timeline = lay_out(setting, pipeline, footprints, stages, trained)
     made = sum(target.number("bytes_after") for target in targets)
-    saved = sum(target.number("bytes_before") for target in targets) - made
+    coded = {target.module.name: target.number("bytes_after") for target in targets if target.scheme is not None}
+    dropped = sum(target.number("bytes_before") - target.number("bytes_after") for target in targets if target.scheme is None)
     return Estimate(
-        checkpoint_bytes=stored_bytes_of(skeleton) - saved,
+        checkpoint_bytes=checkpoint_bytes(skeleton, coded) - dropped,
         journal_bytes=made if pipeline == "sequential" else 0,
         offload_bytes=timeline.offload_bytes,
         model_bytes=setting.model_bytes,

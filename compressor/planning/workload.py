@@ -287,19 +287,6 @@ def bytes_of(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in _unique([*model.parameters(), *model.buffers()]))
 
 
-def stored_bytes_of(model: nn.Module) -> int:
-    """Return the bytes of all that a checkpoint holds, shared tensors once.
-
-    Args:
-        model: on any device.
-
-    Returns:
-        Bytes.
-    """
-    stored = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, Tensor)]  # an extra state may be anything
-    return sum(tensor.numel() * tensor.element_size() for tensor in _unique(stored))
-
-
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 

@@ -218,6 +218,20 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def left_out(model: nn.Module) -> dict[str, Tensor]:
+    """Find what of a model's state its files leave out: transformers writes tied weights once, any other module every name.
+
+    Args:
+        model: with or without values; not modified.
+
+    Returns:
+        Name in the model to tensor, for what is tied and is stored by another name.
+    """
+    ties: Mapping[str, str] = {} if as_pretrained(model) is None else getattr(model, "all_tied_weights_keys", None) or {}
+    state = model.state_dict(keep_vars=True) if ties else {}
+    return {name: state[name] for name, source in ties.items() if name in state and state[name] is state.get(source)}
+
+
 def _num_bytes(state: Mapping[str, Tensor]) -> int:
     storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in state.values()}
     return sum(storages.values())

@@ -60,7 +60,9 @@ class BaseInputs:
             self._last = (ref(x), _version(x), x.detach().clone())
         self._waiting.setdefault(name, deque()).append((self._last[2], rows))
 
-    def take(self, name: str, x: Tensor, rows: Tensor | None, batch_shape: tuple[int, ...] | None) -> Tensor | None:
+    def take(
+        self, name: str, x: Tensor, rows: Tensor | None, batch_shape: tuple[int, ...] | None, *, is_picked: bool = False
+    ) -> Tensor | None:
         """Find the input that belongs to one of the compressed model.
 
         Args:
@@ -68,6 +70,7 @@ class BaseInputs:
             x: [..., C], or nested; the same batch.
             rows: which tokens of the batch an expert was handed; None for all.
             batch_shape: sequences and tokens of the batch.
+            is_picked: the rows of x were picked by values, which are others in the uncompressed model.
 
         Returns:
             As x, token by token what they are in the uncompressed model; tokens that it sends to another expert count as unchanged.
@@ -81,7 +84,7 @@ class BaseInputs:
         base, base_rows = waiting.popleft()
         if rows is not None and base_rows is not None and not x.is_nested:
             return _matched(x, rows, base, base_rows)
-        if x.is_nested or base.is_nested or x.shape != base.shape or not _holds_batch(x, batch_shape):
+        if is_picked or x.is_nested or base.is_nested or x.shape != base.shape or not _holds_batch(x, batch_shape):
             self.unmatched[name] = None
             return None
         return base
@@ -278,7 +281,7 @@ class HessianHooks:
             if state.base_stream:
                 self._base_inputs.keep(name, x, rows)
             else:
-                base = self._base_inputs.take(name, x, rows, state.batch_shape)
+                base = self._base_inputs.take(name, x, rows, state.batch_shape, is_picked=name in state.picked)
                 self.hessians.observe(state, name, x, base)
 
         return accumulate

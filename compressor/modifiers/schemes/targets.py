@@ -5,6 +5,7 @@ All of them resolve to one table, module name -> scheme, before any work starts.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -83,9 +84,10 @@ def check_linear_forwards(modules: Mapping[str, nn.Module]) -> None:
 
 @torch.no_grad()
 def _is_linear(module: nn.Linear) -> bool:
-    """Run a forward that is not torch's own on two random rows."""
+    """Run a forward that is not torch's own on two random rows, without values with random weights."""
     if type(module).forward is nn.Linear.forward:
         return True
+    module = _with_values(module) if module.weight.is_meta else module
     weight = module.weight
     rows = torch.randn(2, module.in_features, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(
         weight.device, weight.dtype
@@ -100,6 +102,19 @@ def _is_linear(module: nn.Linear) -> bool:
     if weight.is_meta:
         return True
     return torch.allclose(given.float(), expected.float(), rtol=_TOLERANCE, atol=_TOLERANCE * float(expected.float().abs().max()))
+
+
+def _with_values(module: nn.Linear) -> nn.Linear:
+    """The same with other weights; itself where it holds more, of which nobody here knows the values."""
+    if {*module._parameters, *module._buffers, *module._modules} - {"weight", "bias"}:
+        return module
+    twin = copy.copy(module)
+    generator = torch.Generator().manual_seed(1)
+    twin._parameters = {
+        name: None if one is None else nn.Parameter(torch.randn(one.shape, generator=generator, dtype=torch.float32).to(one.dtype))
+        for name, one in module._parameters.items()
+    }
+    return twin
 
 
 class SchemeTargets(SchemeSettings):

@@ -25,7 +25,7 @@ from compressor.mappings.basis import Basis, find_basis, find_values
 from compressor.mappings.inner import find_inner
 from compressor.mappings.pairs import pattern_of
 from compressor.mappings.turns import Turn, fold_and_turn, has_biases
-from compressor.model.checkpoints.save import as_pretrained
+from compressor.model.checkpoints.save import as_pretrained, left_out
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.folder import some
 from compressor.model.loading.sample_batches import Modality, reads, unheld
@@ -239,11 +239,21 @@ class SpinQuantModifier(RotatingModifier):
         return f"what {' and '.join(self.rotations)} {'turn' if self.rotations[1:] else 'turns'}"
 
     def added_bytes(self, model: nn.Module) -> int:
-        """With R1, a head that shares the embedding's weight gets one of its own."""
+        """With R1, a head that shares the embedding's weight gets one of its own, and with that tie end all others.
+
+        The embedding adds to the hidden states unless it is narrower and stands alone: then it is projected before anything is added.
+        """
         head, embedding = ends_of(model) if hasattr(model, "get_output_embeddings") else (None, None)
-        shared = getattr(head, "weight", None)
+        shared: Any = getattr(head, "weight", None)
         is_tied = "R1" in self.rotations and shared is getattr(embedding, "weight", None)
-        return shared.nbytes if is_tied and isinstance(shared, Tensor) else 0
+        if not is_tied or not isinstance(shared, Tensor):
+            return 0
+        width = shared.shape[-1]
+        tables = [one for one in model.modules() if isinstance(one, nn.Embedding) and one.embedding_dim == width]
+        hidden = getattr(text_config(getattr(model, "config", None)), "hidden_size", width)
+        if width != hidden and not tables[1:]:
+            return 0
+        return sum(value.nbytes for value in left_out(model).values()) or shared.nbytes
 
     def turned_online(self, model: nn.Module) -> Iterator[tuple[str, int, str]]:
         """With R4, the last layers of MLPs: as a plan has foreseen them, or else told by the config's sizes.

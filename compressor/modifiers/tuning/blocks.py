@@ -53,16 +53,18 @@ class BlockCalls:
         calls: on the stream of the compressed model.
         targets: the batch, and what the uncompressed block gave on the stream of the uncompressed model, by place among its floats: the
             first and all that lie as it does; empty where nobody asked.
+        rows_differ: these are not rows of the same tokens as those that the block gave on the stream of the compressed model.
     """
 
     name: str
     calls: list[BlockCall] = field(default_factory=list)
     targets: list[tuple[int, dict[int, Tensor]]] = field(default_factory=list)
+    rows_differ: bool = False
 
     @property
     def correspond(self) -> bool:
-        """False where the block was not called as often on both streams."""
-        return not self.targets or len(self.targets) == len(self.calls)
+        """False where the block was not called as often on both streams, or gave rows of other tokens."""
+        return not self.targets or (len(self.targets) == len(self.calls) and not self.rows_differ)
 
     def note_call(self, state: State, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep a call on the stream of the compressed model."""
@@ -74,10 +76,14 @@ class BlockCalls:
         self.calls.append(BlockCall(state.batch_index or 0, inputs, mask, tuple(state.batch_shape or first.shape[:2])))
 
     def note_output(self, state: State, output: Any) -> None:
-        """Keep what it gave on the stream of the uncompressed model."""
+        """Keep what it gave on the stream of the uncompressed model, and hold what it gives on the other against it."""
         if state.base_stream:
             given = floats_of(output, self.name)
             self.targets.append((state.batch_index or 0, {place: _kept(given[place]) for place in _lying_as(0, given)}))
+        elif len(self.calls) <= len(self.targets):
+            given, (_, target) = floats_of(output, self.name), self.targets[len(self.calls) - 1]
+            alike = all(place < len(given) and given[place].shape == one.shape for place, one in target.items())
+            self.rows_differ |= not alike or self.name in state.picked
 
     def brought_to_first(self, ranks: Ranks) -> int:
         """Bring the calls of all ranks to the first, in the order of batches. Changes the calls: the others keep none.
@@ -94,6 +100,7 @@ class BlockCalls:
         if ranks.size == 1:
             return len(self.calls)
         calls = _of_all(ranks, [_told(one, self.name) for one in self.calls])
+        self.rows_differ = any(ranks.gather(self.rows_differ))
         targets = _of_all(ranks, [[batch, list(given), list(given.values())] for batch, given in self.targets])
         self.calls, self.targets = (
             [_heard(*one) for one in calls],
@@ -130,7 +137,7 @@ class BlockLoss:
         if not calls.correspond:
             raise CalibrationError(
                 f"{self.name}: {len(targets)} calls in the uncompressed model and {len(calls.calls)} in the compressed one do not "
-                "correspond; use target='propagated'"
+                f"correspond{', for their rows are other tokens' if calls.rows_differ else ''}; use target='propagated'"
             )
         self._pieces: list[Piece] = []
         known: dict[str, tuple[list[int], Axes | None]] = {}

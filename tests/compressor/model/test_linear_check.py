@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from compressor import QuantizationModifier
+from compressor import QuantizationModifier, oneshot, plan
 from compressor.errors import TargetError
 from compressor.modifiers.schemes.targets import check_linear_forwards
 
@@ -36,9 +37,30 @@ def test_only_what_does_more_is_refused(kind: type[nn.Linear], is_refused: bool,
         check_linear_forwards(modules)
 
 
-def test_a_scaled_product_is_seen_where_there_are_weights() -> None:
+class _ScaledByParameter(nn.Linear):
+    def __init__(self, inputs: int, outputs: int, device: str = "cpu") -> None:
+        super().__init__(inputs, outputs, device=device)
+        self.scale = nn.Parameter(torch.full((1,), 2.0, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_scaled_product_is_seen_with_and_without_weights(device: str) -> None:
     with pytest.raises(TargetError, match="_Scaled"):
-        check_linear_forwards({"layer": _Scaled(8, 4)})
+        check_linear_forwards({"layer": _Scaled(8, 4, device=device)})
+    check_linear_forwards({"layer": _ScaledByParameter(8, 4, "meta")})  # by what, nobody knows
+
+
+@pytest.mark.parametrize("kind", [_Scaled, _ScaledByParameter])
+def test_a_plan_of_a_model_in_memory_refuses_what_a_run_refuses(kind: type[nn.Linear]) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), kind(8, 4)).eval()
+    recipe = {"q_modifiers": {"QuantizationModifier": {"scheme": "W8A8", "targets": ["Linear"]}}}
+    for verb in (plan, oneshot):
+        with pytest.raises(TargetError, match=f"1: 1 targets of class {kind.__name__} are linear layers whose forward does more"):
+            verb(model, recipe=recipe)
+    assert plan(model, recipe={"q_modifiers": {"QuantizationModifier": {"scheme": "W8A8", "targets": ["0"]}}}).modules
 
 
 def test_a_recipe_for_all_linear_layers_stops_at_a_router() -> None:

@@ -254,6 +254,37 @@ def test_where_streams_do_not_correspond_the_target_is_the_other_one_unless_it_w
         run("base")
 
 
+class Picks(nn.Module):
+    """Hands two layers the rows that a layer before them scores highest, or above zero."""
+
+    def __init__(self, by_mask: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores, self.by_mask = nn.Linear(32, 32), by_mask
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.scores(x).sum(-1)
+        index: Any = scores > 0 if self.by_mask else (torch.arange(len(x))[:, None], scores.topk(3, dim=1).indices)
+        x = x.clone()
+        x[index] = self.layers[1](self.layers[0](x[index]))
+        return x
+
+
+@pytest.mark.parametrize("by_mask", [False, True], ids=["as many", "more or fewer"])
+def test_rows_that_a_router_picks_are_those_of_other_tokens(by_mask: bool) -> None:
+    def run(target: str | None) -> Any:
+        return oneshot(Picks(by_mask).eval(), recipe=recipe(ignore=[], iters=4, target=target), dataset=DataLoader(ROWS, batch_size=4))
+
+    left_to_us, propagated = run(None), run("propagated")
+    for name in ("layers.0.0", "layers.1.0"):
+        assert digest(left_to_us.model.get_submodule(name)) == digest(propagated.model.get_submodule(name))
+        assert details(left_to_us, name)["target"] == "propagated"
+    assert any("calls of the blocks of layers.0.0, layers.1.0" in note for note in left_to_us.report.notes), left_to_us.report.notes
+    with pytest.raises(CalibrationError, match="correspond, for their rows are other tokens; use target='propagated'"):
+        run("base")
+
+
 def test_a_call_goes_once_through_the_hooks_of_the_models_author() -> None:
     """Which swap the halves of the input: what a block gives is of one size with them and without, unless they swap twice."""
 

@@ -271,6 +271,62 @@ def test_inputs_that_cannot_be_lined_up_are_noted() -> None:
     assert list(kept.unmatched) == ["m"]
 
 
+class _Routed(nn.Module):
+    """Blocks that get the tokens which a router picks, and put them back where they were."""
+
+    def __init__(self, pick: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 32)
+        self.routers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+        self.out = nn.Linear(32, 64)
+        self.pick = pick
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for router, layer in zip(self.routers, self.layers, strict=True):
+            x = getattr(self, f"_by_{self.pick}")(x, router(x).sum(-1), layer)
+        return self.out(x)
+
+    def _by_top(self, x: Tensor, scores: Tensor, layer: nn.Module) -> Tensor:
+        index = scores.topk(4, dim=1).indices[..., None].expand(-1, -1, 32)
+        return x.scatter(1, index, layer(x.gather(1, index)))
+
+    def _by_mask(self, x: Tensor, scores: Tensor, layer: nn.Module) -> Tensor:
+        x = x.clone()
+        x[scores > 0] = layer(x[scores > 0])
+        return x
+
+    def _by_order(self, x: Tensor, scores: Tensor, layer: nn.Module) -> Tensor:
+        order = scores.flatten().argsort()
+        return layer(x.flatten(0, 1)[order])[order.argsort()].view_as(x)
+
+    def _by_slot(self, x: Tensor, scores: Tensor, layer: nn.Module) -> Tensor:
+        slots = scores.flatten().argsort().argsort()
+        return layer(torch.zeros_like(x).flatten(0, 1).index_add_(0, slots, x.flatten(0, 1)))[slots].view_as(x)
+
+    def _by_table(self, x: Tensor, scores: Tensor, layer: nn.Module) -> Tensor:
+        picked = scores.unsqueeze(-1).gather(-1, scores.long().unsqueeze(-1) * 0)  # within a row
+        return layer(x + self.embed.weight[scores.abs().long() % 64] + picked)
+
+
+@pytest.mark.parametrize(("pick", "is_told"), [("top", True), ("mask", True), ("order", True), ("slot", True), ("table", False)])
+def test_rows_of_other_tokens_are_not_compared(pick: str, is_told: bool) -> None:
+    """Whatever the shapes: with a router that is compressed, too, the uncompressed model picks others. What is put back is compared."""
+    torch.manual_seed(0)
+    model = _Routed(pick).eval()
+    result = oneshot(model, recipe=gptq([], target="base"), dataset=IDS, batch_size=4)
+    notes = [note for note in result.report.notes if "not known" in note]
+    assert [note.partition(" the inputs")[0] for note in notes] == (["GPTQModifier[0]: of layers.0.0 and 1 more"] if is_told else [])
+
+
+def test_of_a_router_that_stays_the_choice_is_the_same() -> None:
+    torch.manual_seed(0)
+    model = _Routed("top").eval()
+    result = oneshot(model, recipe=gptq(["re:routers.*", "re:layers.0.*"], target="base"), dataset=IDS, batch_size=4)
+    assert not any("not known" in note for note in result.report.notes)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_was_written_where_no_version_counts_it_is_kept_as_well(inference: bool) -> None:
     kept = BaseInputs()

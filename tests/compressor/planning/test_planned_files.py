@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from compressor import oneshot, plan
 from compressor.errors import ModelError, SchemeError
@@ -97,3 +99,49 @@ def test_a_plan_needs_no_weights_and_reads_no_values(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
     bare = plan(folder, recipe=RECIPE, dtype="float16")
     assert (bare.modules, bare.estimate.checkpoint_bytes) == (whole.modules, whole.estimate.checkpoint_bytes)
+
+
+class Shared(nn.Module):
+    """A layer with three names, a list that holds a stack of two twice, and a head with the weight of the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.head.weight = self.table.weight
+        self.a = self.b = self.c = nn.Linear(32, 32)
+        stack = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+        self.layers = nn.ModuleList([stack, stack])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.c(self.b(self.a(self.table(ids))))
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+INT4 = {"QuantizationModifier": {"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}}}}
+TURNED = {"SpinQuantModifier": {"rotations": ["R1", "R2"]}}
+HEAD = "re:.*(head|predictions.decoder)$"
+OPT = {"hidden_size": 64, "ffn_dim": 96, "word_embed_proj_dim": 32}
+ALBERT = {"hidden_size": 64, "intermediate_size": 96, "embedding_size": 32}
+
+
+CASES = [(kind, modifier) for kind in ("module", "opt", "albert") for modifier in ("codes", "pruned", "turned")]
+
+
+@pytest.mark.parametrize(("kind", "modifier"), [one for one in CASES if one != ("module", "turned")])
+def test_bytes_are_those_of_the_file_whatever_is_shared(kind: str, modifier: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+    model: Any = Shared()
+    if kind != "module":
+        name, config = ("OPTForCausalLM", OPT) if kind == "opt" else ("AlbertForMaskedLM", ALBERT)
+        torch.manual_seed(0)
+        model = getattr(transformers, name)(transformers.AutoConfig.for_model(kind, **sizes, **config))
+    coded = {"QuantizationModifier": INT4["QuantizationModifier"] | {"ignore": [HEAD]}}
+    pruned = {"MagnitudePruningModifier": {"targets": ["Linear", "Embedding"], "final_sparsity": 0.5}}
+    recipe = {"q_modifiers": {"codes": coded, "pruned": pruned, "turned": TURNED | coded}[modifier]}
+    told = plan(model, recipe=recipe).estimate.checkpoint_bytes
+    oneshot(model.eval(), recipe=recipe, output_dir=tmp_path / "made", dataset=torch.randint(64, (4, 8)))
+    assert told == sum(tensor.nbytes for tensor in load_file(tmp_path / "made" / "model.safetensors").values())

@@ -95,11 +95,18 @@ def test_transformers_reads_packed_experts_back_bit_for_bit(tiny_moe: MoE, tmp_p
     assert _same(load_compressed(tmp_path / "out", model_class=type(model).__name__), result.model)
 
 
-def test_transformers_reads_experts_in_mxfp4(tmp_path: Path) -> None:
-    model = tiny.mixtral(hidden_size=64, intermediate_size=64).to(torch.bfloat16)
-    result = _compress(model, tmp_path / "out", "MXFP4A16", ["lm_head"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_transformers_reads_experts_in_mxfp4_as_bfloat16(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = tiny.mixtral(hidden_size=64, intermediate_size=64).to(dtype)
+    is_told = dtype != torch.bfloat16 and unpacks_as_it_reads()
+    with pytest.warns(UserWarning, match="keeps quantized experts .* in bfloat16, whatever") if is_told else nullcontext():
+        result = _compress(model, tmp_path / "out", "MXFP4A16", ["lm_head"], quiet=not is_told)
+    assert any("in bfloat16" in note for note in result.report.notes) == (dtype != torch.bfloat16)
     again, complaints = _reloaded(tmp_path / "out")
-    assert complaints == {} and _same_weights(again, result.model)
+    experts = [tensor.dtype for name, tensor in again.state_dict().items() if ".experts." in name]
+    assert complaints == {} and experts and set(experts) == {torch.bfloat16}
+    assert dtype != torch.bfloat16 or _same_weights(again, result.model)
+    assert _close(load_compressed(tmp_path / "out"), result.model, atol=1e-2)
 
 
 @pytest.mark.parametrize(
