@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from compressor.data.collate import call_model
 from compressor.errors import CalibrationError
 from compressor.lifecycle import State
 from compressor.lifecycle.hooks import without_modifier_hooks
+from compressor.lifecycle.padding import check_padding
 from compressor.model.evaluation import evaluation_mode
 from compressor.modifiers.schemes.input_statistics import input_of, own_sequences
 from compressor.numerics.part_sums import PartSum
@@ -80,7 +81,7 @@ def calibration_data(state: State, label: str) -> CalibrationData:
     return state.data
 
 
-def show_inputs(state: State, watchers: Iterable[tuple[str, Watcher]], title: str) -> None:
+def show_inputs(state: State, watchers: Sequence[tuple[str, Watcher]], title: str) -> None:
     """Run all batches, and show what modules are handed, without padding. The model is the same afterwards.
 
     Args:
@@ -98,20 +99,21 @@ def show_inputs(state: State, watchers: Iterable[tuple[str, Watcher]], title: st
             module = state.model.get_submodule(name)
             stack.callback(module.register_forward_pre_hook(_hook(state, name, watch), with_kwargs=True).remove)
 
-    run_batches(state, watched, title)
+    run_batches(state, [name for name, _ in watchers], watched, title)
 
 
-def run_batches(state: State, watch: Callable[[ExitStack], None], title: str, *, everywhere: bool = False) -> None:
+def run_batches(state: State, names: Collection[str], watch: Callable[[ExitStack], None], title: str, *, everywhere: bool = False) -> None:
     """Run batches under hooks of the caller: those of this rank. The model is the same afterwards.
 
     Args:
         state: of the run, with data; it says of each batch what is padding.
+        names: dotted names of the modules whose inputs are looked at.
         watch: registers the hooks, and what removes them.
         title: of the bar.
         everywhere: each rank runs all batches, for statistics that cannot be added up.
 
     Raises:
-        CalibrationError: the run has no data.
+        CalibrationError: the run has no data, or the rows of an input are not the tokens of a padded batch.
     """
     data = calibration_data(state, title)
     with ExitStack() as stack:
@@ -121,6 +123,7 @@ def run_batches(state: State, watch: Callable[[ExitStack], None], title: str, *,
         numbers = range(len(data.batches)) if everywhere else state.own_batches(data)
         task = stack.enter_context(state.progress.task(title, total=len(numbers)))
         stack.enter_context(torch.no_grad())
+        check_padding(state, data, names)
         watch(stack)
         for index in numbers:
             state.ranks.check()

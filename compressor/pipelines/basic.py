@@ -9,10 +9,10 @@ import torch
 
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
+from compressor.lifecycle.padding import check_padding, note_unread_masks
 from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import (
     calls_of,
-    check_padding,
     check_still_called,
     compressed_names,
     refuse_exchanged,
@@ -76,6 +76,7 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
         with session.hooks_disabled(), calls_of(state.model, names) as called, weights_held_to(state.model, names) as exchanged:
             stirred, kept = changed_by_forwards(state.model, watched, [batch_to(batch, state.device) for batch in data.batches[:2]])
             refuse_exchanged(exchanged, stirred.rewritten)
+            note_unread_masks(state, data)
             check_padding(state, data, watched)
         note_kept(state, kept)
         # Nobody would look: modifiers of need `own` run forwards themselves.

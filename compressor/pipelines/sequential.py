@@ -18,12 +18,12 @@ from torch import nn
 from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, CompressorError, TracingError
 from compressor.lifecycle import EventType, Session, State
+from compressor.lifecycle.padding import check_padding, note_unread_masks
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
 from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, note_proof, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import (
     calls_of,
-    check_padding,
     check_still_called,
     compressed_names,
     picked_rows,
@@ -139,6 +139,7 @@ def _planned(
         with calls_of(state.model, names) as called, weights_held_to(state.model, names) as exchanged:
             plan, runs_once = _trace(session, data, settings, watched, weights)
         refuse_exchanged(exchanged, plan.rewritten)
+        note_unread_masks(state, data)
         check_padding(state, data, watched)
     weights.refuse_rewritten(plan.rewritten)
     note_kept(state, plan.kept)

@@ -220,7 +220,7 @@ class REAPPruningModifier(Modifier):
             for layer, kept in seen.items():
                 stack.enter_context(layer_seen(state, layer, kept, frac))
 
-        run_batches(state, watch, type(self).__name__, everywhere=True)
+        run_batches(state, tuple(found), watch, type(self).__name__, everywhere=True)
         unseen = [layer for layer, saliency in found.items() if not int(saliency.num_tokens_E.sum())]
         if unseen:
             raise CalibrationError(f"{self.label}: no token reached the experts of {unseen[0]}; give data that exercises them")

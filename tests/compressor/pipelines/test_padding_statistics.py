@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers import RoFormerConfig, RoFormerForMaskedLM
 
-from compressor import QuantizationModifier, SmoothQuantModifier, oneshot
+from compressor import AWQModifier, Modifier, QuantizationModifier, SmoothQuantModifier, WandaPruningModifier, oneshot
 from compressor.algorithms.hessian import Hessian
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import CalibrationError
@@ -226,6 +227,60 @@ def test_a_mask_is_not_laid_on_rows_that_are_not_the_tokens(order: str, pipeline
     with pytest.raises(CalibrationError, match=r"layers\.0: .*give batches without padding: batch_size=1"):
         quantize(model, data, pipeline)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class Normed(nn.Module):
+    """A norm and two layers that get the tokens backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm = nn.Embedding(64, 16), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        given: Tensor = self.down(self.up(self.norm(self.embed(input_ids).flip(1))).tanh()).flip(1)
+        return given
+
+
+PAIR = [[["up"], "norm"]]
+IMPORTANCE = {"all": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "channel", "observer": "imatrix_mse"}}}
+STATIC = {
+    "all": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "strategy": "channel"},
+        "input_activations": {"num_bits": 8, "strategy": "tensor", "dynamic": False},
+    }
+}
+OWN_FORWARDS: dict[str, list[Modifier]] = {
+    "Wanda": [WandaPruningModifier(sparsity=0.5)],
+    "importance": [QuantizationModifier(config_groups=IMPORTANCE)],  # type: ignore[arg-type]
+    "SmoothQuant": [SmoothQuantModifier(mappings=PAIR), QuantizationModifier(scheme="W8A8")],  # type: ignore[arg-type]
+    "AWQ": [AWQModifier(mappings=PAIR), QuantizationModifier(scheme="W8A8")],  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", OWN_FORWARDS)
+def test_modifiers_with_forwards_of_their_own_lay_no_mask_on_other_rows(name: str) -> None:
+    batch = {key: one for key, one in padded("right").batches[0].items() if key != "position_ids"}  # type: ignore[union-attr]
+    with pytest.raises(CalibrationError, match="not in the order of the"):
+        oneshot(Normed(), recipe=OWN_FORWARDS[name], dataset=DataLoader([batch], batch_size=None))  # type: ignore[arg-type]
+
+
+def test_rows_that_hardly_move_with_the_tokens_are_not_taken_for_padding() -> None:
+    """Attention of small weights is uniform: a padded row stands still under other padding, and a real one moves by a hair."""
+    generator = torch.Generator().manual_seed(3)
+    batches = []
+    for number in range(6):
+        mask = torch.ones(2, 12, dtype=torch.long)
+        mask[1, 4 + number % 5 :] = 0
+        batches.append({"input_ids": torch.randint(3, 64, (2, 12), generator=generator) * mask, "attention_mask": mask})
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "embedding_size": 16}
+    torch.manual_seed(1)
+    model = RoFormerForMaskedLM(RoFormerConfig(vocab_size=64, max_position_embeddings=64, **sizes)).eval()
+    recipe = QuantizationModifier(config_groups=STATIC, ignore=["cls.predictions.decoder"])  # type: ignore[arg-type]
+    result = oneshot(model, recipe=recipe, dataset=DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+    assert len(result.report.modules) > 10
 
 
 @pytest.mark.parametrize("decoder_length", [6, 9])
