@@ -175,6 +175,15 @@ def _conv(constants: Constants, node: ir.Node) -> np.ndarray | None:
     return None if weight is None or _number(node, "group", 1) != 1 else weight.reshape(len(weight), -1).T
 
 
+def _quantized_conv(constants: Constants, node: ir.Node) -> np.ndarray | None:
+    """QLinearConv: codes [O, I, ...] with a scale and a zero point, or one for each of O."""
+    codes, scale, zero = (constants.of(node.inputs[place]) if place < len(node.inputs) else None for place in (3, 4, 5))
+    if codes is None or scale is None or _number(node, "group", 1) != 1:
+        return None
+    shift = np.float32(0) if zero is None else zero.astype(np.float32)
+    return ((codes.reshape(len(codes), -1).T.astype(np.float32) - shift) * scale).astype(np.float32)
+
+
 def _with_scale(weight: int, scale: int, zero_point: int, transpose: str = "") -> Callable[[Constants, ir.Node], np.ndarray | None]:
     """Read a quantized operator that holds its codes, scale and zero point in these inputs; the scale may run over columns."""
 
@@ -271,6 +280,7 @@ _READERS: Mapping[str, Callable[[Constants, ir.Node], np.ndarray | None]] = {
     "Einsum": _einsum,
     "Conv": _conv,
     "FusedConv": _conv,
+    "QLinearConv": _quantized_conv,
     "MatMulInteger": _integer_codes,
     "QLinearMatMul": _with_scale(3, 4, 5),
     "QGemm": _scaled(_with_scale(3, 4, 5, "transB")),
@@ -279,7 +289,9 @@ _READERS: Mapping[str, Callable[[Constants, ir.Node], np.ndarray | None]] = {
     "MatMulNBits": _nbits,
 }
 _MOVES_ONE_HOT = frozenset({"Identity", "Cast", "Reshape", "Unsqueeze", "Squeeze"})
-_HOLDS_CODES = frozenset({"MatMulInteger", "QLinearMatMul", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits"})
+_HOLDS_CODES = frozenset(
+    {"MatMulInteger", "QLinearMatMul", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulNBits", "QLinearConv"}
+)
 
 
 def find_projection(constants: Constants, node: ir.Node) -> Projection | None:

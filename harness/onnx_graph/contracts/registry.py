@@ -45,7 +45,7 @@ CONTRACTS: Mapping[str, NamedContract] = {
     "allowed-domains": NamedContract("no operator of a domain that the exported graph does not use", _NODES, "AllowedDomains"),
     "projection-op": NamedContract("the projections are MatMul or Gemm", _ROLES, "ProjectionOp"),
     "qdq-preserved": NamedContract(
-        "layers stored in codes are still stored in codes, and Q, K and V mean the same", _ROLES, "QDQPreserved"
+        "layers and tables stored in codes are still stored in codes, and Q, K and V mean the same", _ROLES, "QDQPreserved"
     ),
     "numeric-equal": NamedContract(
         "the same outputs with onnxruntime's optimizations off, at least 90 dB, where a graph leaves a size open with 2 (first axis) or 7",

@@ -12,14 +12,14 @@ import numpy as np
 from compressor.errors import UserInputError
 from compressor.model.folder import some
 from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in
-from harness.onnx_graph.census.census import ROLES, Block, Census, Status
+from harness.onnx_graph.census.census import ROLES, Block, Status
 from harness.onnx_graph.census.flow import Shapes
 from harness.onnx_graph.census.parts import takes_a_part
-from harness.onnx_graph.census.projections import Projection, find_projection
+from harness.onnx_graph.census.projections import Projection
 from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
 from harness.onnx_graph.contracts.counterparts import same_order
 from harness.onnx_graph.contracts.packed import columns_taken, columns_told
-from harness.onnx_graph.graph.constants import Constants
+from harness.onnx_graph.contracts.stored import codes_lost, number_mark, stored_numbers
 from harness.onnx_graph.graph.drawn_inputs import Sizes, example_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, Session, sqnr_db
 from harness.onnx_graph.graph.sized_inputs import first_sizes
@@ -305,7 +305,7 @@ class ProjectionOp(RoleContract):
 
 
 class QDQPreserved(RoleContract):
-    """Layers that were stored in codes are still stored in codes, and mean the same numbers; what is no role is found by its numbers."""
+    """What was stored in codes still is; Q, K and V mean the same numbers. Other layers and tables are found by theirs, or by the codes."""
 
     def of_blocks(self, pair: Pair) -> list[Finding]:
         """Look at every projection that was quantized.
@@ -319,8 +319,9 @@ class QDQPreserved(RoleContract):
         quantized = [one for one in pair.baseline.weights.values() if one.projection.stored == "codes"]
         if not quantized:
             return [self.not_analysed("no projection was stored in codes before, so there is nothing to preserve; give a quantized model")]
-        found = []
+        found, told = list[Finding](), set[str]()
         for one in quantized:
+            before = len(found)
             now = pair.counterparts[one.block].projection(one.role) if one.block in pair.counterparts else None
             if now is None:
                 found.append(self.not_analysed(f"{one.where}: its layer cannot be found again", one.block, one.role))
@@ -333,33 +334,21 @@ class QDQPreserved(RoleContract):
                 found.append(
                     self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
                 )
-        return [*found, *self._other_layers(pair)]
+            told |= {one.where} if len(found) > before else set()
+        return [*found, *self._other_layers(pair, {_mark(one.projection) for one in quantized if one.where in told})]
 
-    def _other_layers(self, pair: Pair) -> list[Finding]:
-        """Layers that are no role of a block. One whose numbers no layer has any more may have been merged, folded or lost."""
-        roles = {mark for one in pair.baseline.weights.values() for mark in one.projection.marks}
-        before, after = (_stored_layers(one) for one in (pair.baseline.census, pair.census_after))
-        found, gone = list[Finding](), list[str]()
-        for mark, stored in before.items():
-            now = after.get(mark, {})
-            if mark in roles or len(now.get("codes", ())) >= len(stored.get("codes", ())):
-                continue
-            if len(now.get("float", ())) > len(stored.get("float", ())):
-                found.append(self.violated(f"{stored['codes'][0]}: expected codes, found floating point in {now['float'][-1]}"))
-            elif not now:
-                gone += stored["codes"]
-        lost = f"layers in codes whose numbers no layer has any more: {some(gone)}"
-        return [*found, *([self.not_analysed(lost)] if gone else [])]
+    def _other_layers(self, pair: Pair, told: Collection[str]) -> list[Finding]:
+        """All layers and tables by their numbers. Where none has these any more they may have been merged, folded or lost."""
+        roles = {mark for one in pair.baseline.weights.values() for mark in map(_mark, (one.projection, *one.projection.beside))}
+        before, after = (stored_numbers(one.view) for one in (pair.baseline.census, pair.census_after) if one.view is not None)
+        lost = codes_lost(before, after, told, roles)
+        found = [self.violated(f"{was}: expected codes, found floating point in {now}") for was, now in lost.floats]
+        gone = f"codes whose numbers nothing has any more: {some(lost.gone)}"
+        return [*found, *([self.not_analysed(gone)] if lost.gone else [])]
 
 
-def _stored_layers(census: Census) -> dict[str, dict[str, list[str]]]:
-    """The layers of a graph by their numbers: how each is stored, and their operators and names."""
-    found = dict[str, dict[str, list[str]]]()
-    if census.view is not None:
-        constants = Constants(census.view)
-        for layer in filter(None, (find_projection(constants, node) for node in census.view.model.graph.all_nodes())):
-            found.setdefault(layer.fingerprint, {}).setdefault(layer.stored, []).append(f"{layer.op} {layer.name}")
-    return found
+def _mark(layer: Projection) -> str:
+    return number_mark(layer.matrix_IO)
 
 
 def _sizes(pair: Pair) -> Sizes:

@@ -62,10 +62,10 @@ class Constants:
         return self._known[value]
 
     def is_dequantized(self, value: ir.Value | None) -> bool:
-        """Whether a constant is computed from codes by DequantizeLinear."""
+        """Whether a constant is computed from codes: by DequantizeLinear, or from a matrix of integers that is cast."""
         if value is None or not self.view.is_constant(value):
             return False
-        return any(node.op_type == "DequantizeLinear" for node in self._ancestors(value))
+        return any(node.op_type == "DequantizeLinear" or _casts_codes(node) for node in self._ancestors(value))
 
     def sources(self, value: ir.Value) -> frozenset[ir.Value]:
         """Find what holds a constant: the matrices, codebooks and scattered values that it is computed from, or where there are none all.
@@ -126,6 +126,16 @@ class Constants:
             return np.asarray(outputs[0])
         except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError, LookupError, ArithmeticError):
             return None  # an operator that the reference evaluator lacks: the caller says which weight could not be read
+
+
+def _casts_codes(node: ir.Node) -> bool:
+    held = tensor_of(node.inputs[0]) if node.op_type == "Cast" and node.inputs[0] is not None else None
+    return held is not None and held.ndim > 1 and is_code(held)
+
+
+def is_code(array: np.ndarray) -> bool:
+    """Say whether an array holds integers, packed ones too."""
+    return array.dtype.kind in "iu" or array.dtype.name in ("int4", "uint4", "int2", "uint2")
 
 
 def _evaluated_opsets(imports: Mapping[str, int], nodes: Sequence[onnx.NodeProto]) -> list[onnx.OperatorSetIdProto]:

@@ -37,6 +37,8 @@ def read_proto(source: Any) -> onnx.ModelProto:
     from onnx.checker import ValidationError
 
     where = _name(source)
+    if not isinstance(source, bytes | str | Path):
+        raise UserInputError(f"{where}: {type(source).__name__} was given where a model belongs; give a path, bytes or a ModelProto")
     if not isinstance(source, bytes) and not Path(source).is_file():
         raise UserInputError(f"{where}: {_what_else(Path(source))}; give an .onnx file")
     try:

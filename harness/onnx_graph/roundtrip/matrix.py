@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from compressor.errors import CompressorError, UserInputError
+from compressor.settings.kinds import TEXTS, WHOLE
+from compressor.settings.options import check_kind
 from harness.errors import ContractViolation
 from harness.onnx_graph.contracts.base import Contract, ContractResult, Finding, Holding
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
@@ -241,6 +243,11 @@ def onnx_roundtrip(
     from harness.onnx_graph.roundtrip.export import DEFAULT_OPSET, Exported, example_batch, export, is_quantized, load_for_export
     from harness.onnx_graph.roundtrip.export_quantized import OPSET, export_quantized, load_quantized_for_export
 
+    check_kind("exporters", list(exporters), TEXTS)
+    if not exporters:
+        raise UserInputError("exporters: none was given, so that nothing would be looked at; give dynamo, torchscript or both")
+    if opset is not None:
+        check_kind("opset", opset, WHOLE)
     if isinstance(model, onnx.ModelProto) or (isinstance(model, str | Path) and not Path(model).is_dir()):
         for name, value in (("model_class", model_class), ("opset", opset)):
             if value is not None:

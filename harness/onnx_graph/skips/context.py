@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from compressor.errors import UserInputError
+from compressor.settings.kinds import FLAG
+from compressor.settings.options import check_kind
 from harness.errors import ContractViolation, HarnessError
 from harness.onnx_graph.skips.call_records import Calls, GraphContract, OptimizerCall
 from harness.onnx_graph.skips.child_processes import Channel
@@ -67,6 +69,8 @@ def forced_skips(
         HarnessError: no call was made or all failed, or somebody holds a native function where it cannot be replaced.
     """
     _check_arguments(skips, on_call, backends)
+    for name, flag in (("this_thread_only", this_thread_only), ("subprocesses", subprocesses), ("require_call", require_call)):
+        check_kind(name, flag, FLAG)
     resolved = resolve_skips(skips, backends)
     calls = Calls()
     folder = Path(tempfile.mkdtemp(prefix="forced-skips-"))

@@ -21,8 +21,11 @@ from harness.cli import main
 from harness.errors import HarnessError
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.contracts.stored import codes_lost, stored_numbers
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
+from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, Limit, run_graph, sqnr_db
+from harness.onnx_graph.graph.view import GraphView
 from harness.onnx_graph.roundtrip import export_quantized as quant_export
 from harness.onnx_graph.roundtrip.export import example_batch
 from harness.onnx_graph.roundtrip.export_quantized import export_quantized, load_quantized_for_export
@@ -118,6 +121,68 @@ def test_every_layer_that_leaves_its_codes_is_told(llama: LlamaForCausalLM, tmp_
             assert result.holding is (Holding.VIOLATED if is_role else holding), result.message
             told.add(is_role)
     assert told == {True, False}
+
+
+FORMS = """
+<ir_version: 10, opset_import: ["" : 21, "com.microsoft" : 1]>
+g (int64[2, 5] ids, float[2, 5, 8] x) => (float[2, 5, 8] y, float[2, 8, 5] z, float[2, 8, 5] w)
+<int8[16, 8] table, int8[8, 8, 1] kernel, int8[8, 8] matrix, float s = {0.5}, int8 zero = {0}, uint8 mid = {128}>
+{
+  t = DequantizeLinear(table, s, zero)
+  e = Gather(t, ids)
+  m = DequantizeLinear(matrix, s, zero)
+  p = MatMul(e, m)
+  y = Add(p, x)
+  turned = Transpose<perm = [0, 2, 1]>(x)
+  k = DequantizeLinear(kernel, s, zero)
+  z = Conv(turned, k)
+  codes = QuantizeLinear(turned, s, mid)
+  c = QLinearConv(codes, s, mid, kernel, s, zero, s, mid)
+  w = DequantizeLinear(c, s, mid)
+}
+"""
+
+
+def _forms(changes: dict[str, str]) -> onnx.ModelProto:
+    text = FORMS
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    made = onnx.parser.parse_model(text)
+    draw = np.random.default_rng(0)
+    shapes = {"table": (16, 8), "kernel": (8, 8, 1), "matrix": (8, 8)}
+    held = {name: draw.integers(-9, 9, shape).astype(np.int8) for name, shape in shapes.items()}
+    held |= {f"float_{name}": (codes * 0.5).astype(np.float32) for name, codes in held.items()}
+    kept = [one for one in made.graph.initializer if one.name not in held]
+    del made.graph.initializer[:]
+    used = {name for node in made.graph.node for name in node.input}
+    made.graph.initializer.extend([*kept, *(onnx.numpy_helper.from_array(one, name) for name, one in held.items() if name in used)])
+    return made
+
+
+LEFT = {
+    "a table": ({"  t = DequantizeLinear(table, s, zero)\n": "", "Gather(t, ids)": "Gather(float_table, ids)"}, Holding.VIOLATED),
+    "a kernel": ({"  k = DequantizeLinear(kernel, s, zero)\n": "", "Conv(turned, k)": "Conv(turned, float_kernel)"}, Holding.VIOLATED),
+    "a matrix": ({"  m = DequantizeLinear(matrix, s, zero)\n": "", "MatMul(e, m)": "MatMul(e, float_matrix)"}, Holding.VIOLATED),
+    "a convolution of codes": (
+        {"QLinearConv(codes, s, mid, kernel, s, zero, s, mid)": "Conv(turned, float_kernel)", "DequantizeLinear(c, s, mid)": "Identity(c)"},
+        Holding.VIOLATED,
+    ),
+    "another table": ({"DequantizeLinear(table, s, zero)": "Mul(float_table, s)"}, Holding.NOT_ANALYSED),
+    "rows that are dequantized": (
+        {"t = DequantizeLinear(table, s, zero)": "t = Gather(table, ids)", "Gather(t, ids)": "DequantizeLinear(t, s, zero)"},
+        Holding.HOLDS,
+    ),
+    "a cast": ({"m = DequantizeLinear(matrix, s, zero)": "f = Cast<to = 1>(matrix) m = Mul(f, s)"}, Holding.HOLDS),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_whatever_holds_codes_is_seen_to_leave_them(name: str) -> None:
+    changes, holding = LEFT[name]
+    before, after = (stored_numbers(GraphView(load_graph(_forms(one)))) for one in ({}, changes))
+    found = codes_lost(before, after)
+    assert (Holding.VIOLATED if found.floats else Holding.NOT_ANALYSED if found.gone else Holding.HOLDS) is holding
 
 
 def test_a_graph_as_deployed_is_held_to_what_it_comes_to_itself(
