@@ -460,7 +460,10 @@ class Transform(Protocol):
     fake_quantize: Callable[[Tensor], Tensor] | None
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
-        """Transform a model of transformers in place; batches of token ids [B, T] to calibrate on."""
+        """Transform a model of transformers in place; batches of token ids [B, T] to calibrate on.
+
+        Meets bfloat16, float32 and float64, in which the output stays what it was to a few roundings, and evaluation and training mode.
+        """
 
     def targets(self, model: nn.Module) -> Sequence[str]:
         """Return the names of the parameters of the float model that must come out changed."""
