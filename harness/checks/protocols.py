@@ -407,7 +407,8 @@ class Sparsifier(Protocol):
 class ExpertPruner(Protocol):
     """Takes experts out of every layer of a mixture.
 
-    Meets models of transformers in float32, on the CPU, and batches with padding on the right. Afterwards the model's `save_pretrained`
+    Meets models of transformers in float32, on the CPU, and batches whose rows have unequal padding, on the right or on the left, which the
+    model must not see either: it takes the mask as `attention_mask`. Ids there are any. Afterwards the model's `save_pretrained`
     writes a checkpoint that its class loads.
 
     Attributes:
