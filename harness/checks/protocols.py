@@ -407,7 +407,8 @@ class Sparsifier(Protocol):
 class ExpertPruner(Protocol):
     """Takes experts out of every layer of a mixture.
 
-    Meets models of transformers in float32, on the CPU, and batches with padding on the right. Afterwards the model's `save_pretrained`
+    Meets models of transformers in float32, on the CPU, and batches whose rows have unequal padding, on the right or on the left, which the
+    model must not see either: it takes the mask as `attention_mask`. Ids there are any. Afterwards the model's `save_pretrained`
     writes a checkpoint that its class loads.
 
     Attributes:
@@ -460,7 +461,10 @@ class Transform(Protocol):
     fake_quantize: Callable[[Tensor], Tensor] | None
 
     def apply(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
-        """Transform a model of transformers in place; batches of token ids [B, T] to calibrate on."""
+        """Transform a model of transformers in place; batches of token ids [B, T] to calibrate on.
+
+        Meets bfloat16, float32 and float64, in which the output stays what it was to a few roundings, and evaluation and training mode.
+        """
 
     def targets(self, model: nn.Module) -> Sequence[str]:
         """Return the names of the parameters of the float model that must come out changed."""

@@ -192,13 +192,14 @@ def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, readings: Mapping[
     for layer in seen:
         batches = [layer.part(*cut) for cut in cuts]
         scores = mean_of_all(batches)
-        wanted.append(_staying(scores, sparsity))
+        wanted.append(staying(scores, sparsity))
         if wanted[-1] is not None:
-            told |= {name for name, score in readings.items() if _staying(score(batches), sparsity, 0.0) != wanted[-1]}
+            told |= {name for name, score in readings.items() if staying(score(batches), sparsity, 0.0) != wanted[-1]}
     return Draw([ids[chosen, :length] for chosen, length in cuts], wanted, frozenset(told))
 
 
-def _staying(scores: Tensor, sparsity: float, undecided: float = _UNDECIDED) -> set[int] | None:
+def staying(scores: Tensor, sparsity: float, undecided: float = _UNDECIDED) -> set[int] | None:
+    """Return the experts of the highest scores [E]; None where rounding may decide, unless `undecided` is 0."""
     gone = int(len(scores) * sparsity)
     values, order = scores.sort(stable=True)
     low, high = float(values[gone - 1]), float(values[gone])

@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
+from harness.checks.inputs.pairs import told_of
 from harness.checks.protocols import Calibrated, Calibration
 from harness.tolerance import T0, T3, compare, vacuous_decoys
 
 _MAX_CODES = 0.001
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 _SECONDS = 300
+_MODES = {"layer after layer": True, "all layers at once": False}
+# Of rows that share batches: in twos, threes and fives every batch has padding, and long ones are among the first and the last.
+_UNEQUAL = (9, 70, 4, 12, 1, 7, 130, 3, 15, 2, 5, 11, 90)
 
 
 def _run(subject: Calibration, rows: list[Tensor], **options: Any) -> Calibrated:
@@ -41,17 +45,25 @@ def _rows(subject: Calibration, context: CheckContext, lengths: tuple[int, ...])
     caught_by=("Model-Optimizer#1261", "GPTQModel#1968"),
 )
 def padding(subject: Calibration, context: CheckContext) -> str:
-    """Run rows of unequal length one by one, padded in one batch, and in batches of which the last is not full."""
-    rows = _rows(subject, context, (9, 4, 12, 1, 7))
-    alone = _run(subject, rows, batch_size=1).statistics
-    if not alone:
-        raise NothingToCheckError("the subject keeps no statistics")
-    worst = max(_apart(alone, _run(subject, rows, batch_size=size).statistics) for size in (len(rows), 3))
+    """Run rows of unequal length one by one, and in batches of several sizes, of which the last is not full, in both modes.
+
+    Every batch has padding, short ones and long ones, and the longest row is the first of a batch, the last or between others.
+    """
+    rows = _rows(subject, context, _UNEQUAL)
+    worst = 0.0
+    for mode, sequential in _MODES.items():
+        alone = _run(subject, rows, batch_size=1, sequential=sequential).statistics
+        if not alone:
+            raise NothingToCheckError("the subject keeps no statistics")
+        for size in (2, 3, 5, len(rows)):
+            with told_of(f"{mode}, in batches of {size}"):
+                padded = _run(subject, rows, batch_size=size, sequential=sequential).statistics
+                worst = max(worst, _apart(alone, padded, "padding has changed it"))
     return f"{len(alone)} statistics, relative error up to {worst:.1e}"
 
 
-def _apart(alone: Mapping[str, Tensor], padded: Mapping[str, Tensor]) -> float:
-    """Return the greatest relative error of statistics that must agree."""
+def _apart(alone: Mapping[str, Tensor], padded: Mapping[str, Tensor], what: str) -> float:
+    """Return the greatest relative error of statistics that must agree; `what` says why one does not."""
     _same_names(alone, padded)
     worst = 0.0
     for name, expected in alone.items():
@@ -60,7 +72,7 @@ def _apart(alone: Mapping[str, Tensor], padded: Mapping[str, Tensor]) -> float:
             raise CheckFailed(f"{name}: the limit measures nothing: {', '.join(passed)} would pass")
         found = compare(padded[name], expected, tier, name=name)
         if not found.ok:
-            raise CheckFailed(f"{name}: padding has changed it: {found.summary}")
+            raise CheckFailed(f"{name}: {what}: {found.summary}")
         worst = max(worst, found.distance.relative_error if found.distance else 0.0)
     return worst
 
@@ -83,7 +95,7 @@ def _same_names(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
     caught_by=("llm-compressor#2826", "llm-compressor#2952"),
 )
 def starved_modules(subject: Calibration, context: CheckContext) -> str:
-    """Give a model more experts than tokens, and allow any number of fallbacks, exactly enough, and one too few."""
+    """Give a model more experts than tokens, and allow any number of fallbacks, none, one, one too few, enough, and one too many."""
     fed = _run(subject, _rows(subject, context, (12, 12)))
     _refuse_silence(fed, "a dense model")
     starved = subject.run_starved(budget=None)
@@ -95,10 +107,12 @@ def starved_modules(subject: Calibration, context: CheckContext) -> str:
         raise NothingToCheckError("every module of the starved model saw a token" if seen else "the subject counts no tokens")
     _refuse_silence(starved, "a starved model")
     count = len(starved.fallbacks)
-    if not _fits(subject, count):
-        raise CheckFailed(f"a budget of {count} was refused, and {count} fallbacks there were")
-    if _fits(subject, count - 1):
-        raise CheckFailed(f"{count} fallbacks went through a budget of {count - 1}")
+    for budget in sorted({0, 1, count - 1, count, count + 1}):
+        fits = _fits(subject, budget)
+        if fits and budget < count:
+            raise CheckFailed(f"{count} fallbacks went through a budget of {budget}")
+        if not fits and budget >= count:
+            raise CheckFailed(f"a budget of {budget} was refused, and {count} fallbacks there were")
     return f"{len(hungry)} of {len(seen)} modules saw no token and are named; the budget is kept"
 
 
@@ -148,7 +162,7 @@ def new_process(subject: Calibration, context: CheckContext) -> str:
 def _all_equal(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: str) -> int:
     _same_names(here, there)
     for name, expected in here.items():
-        if not bool(expected.isfinite().all()):
+        if not bool(expected.float().isfinite().all()):  # which float8 does not have
             raise CheckFailed(f"{name} holds values that are not finite")
         found = compare(there[name], expected, T0(), name=name)
         if not found.ok:
@@ -160,9 +174,23 @@ def _all_equal(here: Mapping[str, Tensor], there: Mapping[str, Tensor], what: st
 
 @register(44, "batch_size", "Batch size 1 against N changes <= 0.1 % of codes", kind="calibration")
 def batch_size(subject: Calibration, context: CheckContext) -> str:
-    """Count codes, with a last batch that is not full; codes rolled by one must be beyond the limit."""
-    rows = _rows(subject, context, (12, 12, 12, 12, 12))
-    one, many = _run(subject, rows, batch_size=1).codes, _run(subject, rows, batch_size=4).codes
+    """Count codes in both modes, of rows of one length and of several, with a last batch that is not full.
+
+    Codes rolled by one must be beyond the limit.
+    """
+    worst = total = 0
+    for mode, sequential in _MODES.items():
+        for lengths in ((12,) * 5, _UNEQUAL):
+            rows = _rows(subject, context, lengths)
+            one, many = (_run(subject, rows, batch_size=size, sequential=sequential).codes for size in (1, 4))
+            with told_of(f"{mode}, {len(rows)} rows of {min(lengths)} to {max(lengths)} tokens"):
+                changed, total = _changed_codes(one, many)
+            worst = max(worst, changed)
+    return f"{worst} of {total} codes"
+
+
+def _changed_codes(one: Mapping[str, Tensor], many: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Return how many codes differ, and of how many."""
     _same_names(one, many)
     changed = sum(int((one[name].float() != many[name].float()).sum()) for name in one)
     total = sum(codes.numel() for codes in one.values())
@@ -171,7 +199,7 @@ def batch_size(subject: Calibration, context: CheckContext) -> str:
         raise CheckFailed("the limit measures nothing: codes rolled by one would pass")
     if changed > _MAX_CODES * total:
         raise CheckFailed(f"{changed} of {total} codes ({changed / total:.2%}) depend on the batch size")
-    return f"{changed} of {total} codes"
+    return changed, total
 
 
 @register(45, "siblings", "Fused siblings (q/k/v, gate/up) share a global scale exactly", kind="calibration")
@@ -198,9 +226,9 @@ def siblings(subject: Calibration, context: CheckContext) -> str:
 @register(46, "one_layer", "Sequential equals basic, bitwise, for a model of one layer", kind="calibration")
 def one_layer(subject: Calibration, context: CheckContext) -> str:
     """Compare everything that both made; of two layers the statistics must differ, else the second sees the first uncompressed."""
-    for lengths in ((3, 9, 20, 1, 50), (130,), (5, 5), (12, 12, 12)):
+    for lengths, size in (((3, 9, 20, 1, 50), 2), ((130,), 1), ((5, 5), 2), ((12, 12, 12), 1)):
         rows = _rows(subject, context, lengths)
-        sequential, basic = (_run(subject, rows, sequential=way, num_layers=1) for way in (True, False))
+        sequential, basic = (_run(subject, rows, batch_size=size, sequential=way, num_layers=1) for way in (True, False))
         count = _all_equal(sequential.tensors, basic.tensors, "the basic pipeline")
         if sequential.statistics or basic.statistics:
             _all_equal(sequential.statistics, basic.statistics, "the basic pipeline")
@@ -220,15 +248,13 @@ def every_token(subject: Calibration, context: CheckContext) -> str:
     rows = _rows_of_every_kind(subject, context)
     plain, total = _run(subject, rows), sum(map(len, rows))
     seen = _tokens_seen(plain)
-    if wrong := [f"{name} saw {count} of {total} tokens" for name, count in seen.items() if count < total]:
-        raise CheckFailed(f"{wrong[0]} of a dense model", wrong)
+    _hold_all_seen(seen, total)
     _refuse_silence(plain, "a dense model")
     if not plain.statistics:
         _hold_parts(subject, rows, seen)
         raise NothingToCheckError("the subject keeps no statistics")
     for row, place in _PLACES:
-        others = [tokens.clone() for tokens in rows]
-        others[row][place] = 3 + (others[row][place] - 2) % (subject.vocabulary - 3)
+        others = _exchanged(subject, rows, row, place)
         _must_differ(subject, plain, others, f"token {place} of row {row} ({len(rows[row])} tokens) counts for nothing")
     _must_differ(subject, plain, rows[:-1], "the last row, which equals the first, counts for nothing")
     for token in _special(subject):
@@ -238,7 +264,28 @@ def every_token(subject: Calibration, context: CheckContext) -> str:
         ):
             _must_differ(subject, plain, others, f"tokens of id {token}{where} count for nothing")
     _hold_parts(subject, rows, seen)
+    _hold_at_once(subject, rows, plain)
     return f"{len(plain.statistics)} statistics, {len(_PLACES)} tokens of {len(rows)} rows"
+
+
+def _hold_all_seen(seen: Mapping[str, int], total: int) -> None:
+    if wrong := [f"{name} saw {count} of {total} tokens" for name, count in seen.items() if count < total]:
+        raise CheckFailed(f"{wrong[0]} of a dense model", wrong)
+
+
+def _hold_at_once(subject: Calibration, rows: list[Tensor], plain: Calibrated) -> None:
+    """Where all layers run at once, the first sees what it saw before, and the others every row, wherever it stands, to its last token."""
+    with told_of("all layers at once"):
+        at_once = _run(subject, rows, sequential=False)
+        _hold_all_seen(_tokens_seen(at_once), sum(map(len, rows)))
+        first = _run(subject, rows[:1], num_layers=1).statistics.keys() & plain.statistics.keys()
+        theirs, ours = ({name: value for name, value in of.statistics.items() if name in first} for of in (plain, at_once))
+        _apart(theirs, ours, "the first layer does not see what it sees layer after layer")
+        for others in (rows[::-1], rows[3:] + rows[:3]):
+            _apart(at_once.statistics, _run(subject, others, sequential=False).statistics, "the order of the rows decides")
+        for row in (0, 6, 8, 9):
+            others = _exchanged(subject, rows, row, len(rows[row]) - 1)
+            _must_differ(subject, at_once, others, f"the last token of row {row} ({len(rows[row])} tokens) counts for nothing", False)
 
 
 def _hold_parts(subject: Calibration, rows: list[Tensor], seen: Mapping[str, int]) -> None:
@@ -269,8 +316,15 @@ def _rows_of_every_kind(subject: Calibration, context: CheckContext) -> list[Ten
     return [*rows, rows[0].clone()]
 
 
-def _must_differ(subject: Calibration, plain: Calibrated, rows: list[Tensor], what: str) -> None:
-    changed = _run(subject, rows).statistics
+def _exchanged(subject: Calibration, rows: list[Tensor], row: int, place: int) -> list[Tensor]:
+    """The same rows with another token at one place."""
+    others = [tokens.clone() for tokens in rows]
+    others[row][place] = 3 + (others[row][place] - 2) % (subject.vocabulary - 3)
+    return others
+
+
+def _must_differ(subject: Calibration, plain: Calibrated, rows: list[Tensor], what: str, sequential: bool = True) -> None:
+    changed = _run(subject, rows, sequential=sequential).statistics
     _same_names(plain.statistics, changed)
     if blind := [name for name, expected in plain.statistics.items() if torch.equal(expected, changed[name])]:
         raise CheckFailed(f"{blind[0]}: {what}", blind)

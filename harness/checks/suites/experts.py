@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
+from harness.checks.inputs.expert_batches import BATCHES, PADDING, Batches, names, repadded, telling_batches
 from harness.checks.inputs.expert_scores import LONG_READINGS, LOW_IDS, READINGS, Reading, look, telling_draw
 from harness.checks.inputs.norm_linear_models import build, logits, reloaded, token_ids
 from harness.checks.protocols import ExpertPruner
@@ -23,6 +24,8 @@ _EPS = 64 * torch.finfo(torch.float32).eps
 # Of what least squares could make good: a ridge, few rounds, and tokens that only judge take their part.
 _LEFT, _LEFT_ON_AVERAGE = 0.6, 0.25
 _UNLIKE, _NOTHING_LOST = 0.05, 1e-6
+_TRIES = 16  # models of an architecture, at most, until all mistakes about batches and padding would have shown
+_HIDDEN = 1e-4  # relative change of tokens behind padding that is rounding
 _FAR = -1e4  # a bias with which no router chooses an expert
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k")  # settings: experts that a token is sent to
 _BIASES = ("bias", "e_score_correction_bias")
@@ -47,7 +50,7 @@ def _chosen(kept: Sequence[Sequence[int]]) -> list[set[int]]:
     return [set(own) for own in kept]
 
 
-def _prune(subject: ExpertPruner, model: nn.Module, ids: Sequence[Tensor], masks: Sequence[Tensor] | None = None) -> list[list[int]]:
+def _prune(subject: ExpertPruner, model: nn.Module, ids: Sequence[Tensor], masks: Sequence[Tensor | None] | None = None) -> list[list[int]]:
     kept = subject.prune(model, ids, masks or [None] * len(ids))
     return [list(map(int, one)) for one in kept]
 
@@ -67,6 +70,7 @@ def criterion(subject: ExpertPruner, context: CheckContext) -> str:
     for seed, architecture in _models(subject, context, 6):
         if late:  # once is enough: these lie in what is read of the data, not of a model
             judged += _judge_choice(subject, architecture, seed, LONG_READINGS, late)
+    judged += _judge_batches(subject, context, late)
     if not judged:
         raise NothingToCheckError("no layer was decided")
     missed = sorted(set.intersection(*untold.values()) | late)
@@ -83,10 +87,36 @@ def _judge_choice(subject: ExpertPruner, architecture: str, seed: int, readings:
     kept = _prune(subject, model, drawn.ids)
     if len(kept) != len(layers):
         raise CheckFailed(f"{architecture}: {len(kept)} layers of experts are told, and the model has {len(layers)}")
-    for layer, wanted, own in zip(layers, drawn.wanted, kept, strict=True):
-        if wanted is not None and set(own) != wanted:
-            raise CheckFailed(f"{architecture}: of {layer} the experts {own} stay, where {sorted(wanted)} matter most")
+    _hold_choice(architecture, layers, drawn.wanted, kept)
     return len(drawn.wanted) - drawn.wanted.count(None)
+
+
+def _hold_choice(
+    architecture: str, layers: Sequence[str], wanted: Sequence[set[int] | None], kept: Sequence[Sequence[int]], how: str = ""
+) -> None:
+    for layer, due, own in zip(layers, wanted, kept, strict=True):
+        if due is not None and set(own) != due:
+            raise CheckFailed(f"{architecture}: {how}of {layer} the experts {own} stay, where {sorted(due)} matter most")
+
+
+def _judge_batches(subject: ExpertPruner, context: CheckContext, late: set[str]) -> int:
+    """Hold who stays against the criterion on many batches, until each of them has decided in each layer."""
+    untold: set[str] = set()
+    judged = known = 0
+    for seed, architecture in _models(subject, context, _TRIES):
+        model = build(architecture, seed=seed)
+        layers = [name for name, _ in _layers(model)]
+        untold |= names(BATCHES, range(known, len(layers)))
+        if not untold:
+            break
+        known = max(known, len(layers))
+        ids = torch.cat(token_ids(model, seed=seed, rows=12, length=80))
+        drawn = telling_batches(ids, look(model, layers, ids), subject.sparsity, untold, seed)
+        untold -= drawn.told
+        _hold_choice(architecture, layers, drawn.wanted, _prune(subject, model, drawn.ids))
+        judged += len(layers) - drawn.wanted.count(None)
+    late |= untold
+    return judged
 
 
 def _long_rows(model: Any, seed: int) -> Tensor:
@@ -281,24 +311,52 @@ def any_order(subject: ExpertPruner, context: CheckContext) -> str:
     return f"{len(subject.architectures)} architectures"
 
 
-@register(None, "padding", "Padding decides nothing", kind="expert_pruner")
+@register(
+    None, "padding", "Padding decides nothing, on either side, in rows of unequal length, in any of many batches", kind="expert_pruner"
+)
 def padding(subject: ExpertPruner, context: CheckContext) -> str:
-    """Append three times as many tokens of one kind to each row, and mask them."""
-    told = 0
-    for seed, architecture in _models(subject, context):
+    """Show the same tokens with other padding, on batches on which it would choose otherwise if it counted in one of many ways."""
+    untold: set[str] = set()
+    number = known = 0
+    for seed, architecture in _models(subject, context, _TRIES):
+        if seed > context.seed and not untold:
+            break  # each architecture was looked at
         model = build(architecture, seed=seed)
-        ids = token_ids(model, seed=seed, rows=4, length=24)
-        padded = [torch.cat([batch, batch[:1, :1].expand(len(batch), 3 * batch.shape[1])], dim=1) for batch in ids]
-        masks = [torch.arange(batch.shape[1]).expand(batch.shape) < 24 for batch in padded]
-        plain, masked, full = (
-            _prune(subject, copy.deepcopy(model), given, seen) for given, seen in ((ids, None), (padded, masks), (padded, None))
-        )
-        if _chosen(masked) != _chosen(plain):
-            raise CheckFailed(f"{architecture}: the experts {plain} stay, and with padding {masked}")
-        told += _chosen(full) != _chosen(plain)
-    if not told:
-        raise NothingToCheckError("tokens in the place of padding would decide nothing either")
-    return f"{3 * len(subject.architectures)} models, of which {told} would choose otherwise if padding counted"
+        layers = [name for name, _ in _layers(model)]
+        untold |= names(PADDING, range(known, len(layers)))
+        known = max(known, len(layers))
+        ids = torch.cat(token_ids(model, seed=seed, rows=12, length=80))
+        sides = ("left", "right") if _hides_padding(model, ids) else ("right",)
+        drawn = telling_batches(ids, look(model, layers, ids), subject.sparsity, untold, seed, sides=sides)
+        untold -= drawn.told
+        _hold_padding(subject, architecture, model, drawn, sides)
+        number += 1
+    return f"{number} models" + (f"; not told from {', '.join(sorted(untold))}" if untold else "")
+
+
+def _hold_padding(subject: ExpertPruner, architecture: str, model: nn.Module, drawn: Batches, sides: Sequence[str]) -> None:
+    """Who stays, and what is made of them, does not hang on what padding there is, nor on where it is."""
+    other = copy.deepcopy(model)
+    batches = enumerate(zip(drawn.ids, drawn.masks, strict=True))
+    again = [repadded(ids, mask, left="left" in sides and place % 2 == 0) for place, (ids, mask) in batches]
+    kept = _prune(subject, model, drawn.ids, drawn.masks)
+    if "router_weighted" in subject.tags:
+        _hold_choice(architecture, [name for name, _ in _layers(other)], drawn.wanted, kept, "with padding ")
+    found = _prune(subject, other, [ids for ids, _ in again], [mask for _, mask in again])
+    if _chosen(found) != _chosen(kept):
+        raise CheckFailed(f"{architecture}: the experts {kept} stay, and with other padding {found}")
+    limit = _REFITTED if "refits" in subject.tags else _EPS
+    ids = token_ids(model, seed=0)[0]
+    _same(architecture, "pruned with other padding", logits(other, ids), logits(model, ids), limit)
+
+
+def _hides_padding(model: Any, ids: Tensor) -> bool:
+    """Whether tokens behind padding give what they give alone: not where a model counts places from the first one on."""
+    mask = torch.arange(12).expand(4, 12) >= 5
+    with torch.no_grad():
+        behind = model(input_ids=ids[:4, :12], attention_mask=mask.long(), use_cache=False).logits[:, 5:]
+    alone = logits(model, ids[:4, 5:12])
+    return bool((behind - alone).norm() <= _HIDDEN * alone.norm())
 
 
 @register(

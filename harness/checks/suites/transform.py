@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
+from harness.checks.forked import in_a_fork
 from harness.checks.inputs.norm_linear_models import build, every_id, forward, in_dtype, logits, logits_before, reloaded, token_ids, truly
 from harness.checks.protocols import OnlineTransform, Transform
 from harness.lifecycle.driving.snapshot import Difference, Snapshot
+from harness.lifecycle.other_process import digests
 from harness.tolerance import T3, climb, vacuous_decoys
 
 Case = TypeVar("Case")
@@ -41,7 +43,8 @@ def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str
         own = in_dtype(model, dtype)
         with truly(dtype):
             before = _rows(logits_before(architecture, own, ids) for ids in batches)
-            _apply(subject, own, context)
+        _apply(subject, own, context)  # what the subject wants in float32 stays in float32
+        with truly(dtype):
             after = _rows(logits(own, ids) for ids in batches)
         refuse_vacuous(before, max(_OUTPUT_UNITS) * torch.finfo(dtype).eps)
         return after, before
@@ -76,6 +79,29 @@ def refuse_vacuous(expected: Tensor, limit: float) -> None:
     """
     if passed := vacuous_decoys(expected, T3(max_relative_error=limit)):
         raise CheckFailed(f"the limit {limit:.3g} measures nothing: {', '.join(passed)} would pass")
+
+
+@register(
+    None, "another_model", "A model of the same names and shapes that came before decides nothing, as it would by a cache", kind="transform"
+)
+def another_model(subject: Transform, context: CheckContext) -> str:
+    """Transform a model of the first architecture behind another one, and alone, each in a copy of this process that ends with it.
+
+    The first of all checks, for the copies know of what the subject has kept before.
+    """
+
+    one, other = (build(subject.architectures[0], seed=context.seed + more) for more in (1, 2))
+
+    def made(*models: nn.Module) -> dict[str, str]:
+        for model in models:
+            _apply(subject, model, context)
+        return digests(one.state_dict())
+
+    alone, behind = in_a_fork(lambda: made(one)), in_a_fork(lambda: made(other, one))
+    if differing := sorted(name for name in alone.keys() | behind.keys() if alone.get(name) != behind.get(name)):
+        what = f"{len(differing)} of {len(alone)} tensors are others behind another model of the same names and shapes"
+        raise CheckFailed(f"{what}; first: {differing[0]}", differing)
+    return f"{len(alone)} tensors, alone and behind another model"
 
 
 @register(
@@ -248,8 +274,11 @@ def checkpoint(subject: Transform, context: CheckContext) -> str:
 
 @register(None, "repeats", "A second call makes the same weights of an equal model, whatever seed the caller has", kind="transform")
 def repeats(subject: Transform, context: CheckContext) -> str:
-    """Transform two equal models of the first architecture; each call finds another seed of the caller's."""
+    """Transform two equal models of the first architecture; each call finds another seed of the caller's, and the second training mode."""
     first, second = (build(subject.architectures[0], seed=context.seed) for _ in range(2))
+    ids = token_ids(first, seed=context.seed)[0]
+    if not torch.equal(logits(second.train(), ids), logits(first, ids)):
+        second.eval()  # it drops out by itself, and whoever looks at what its layers read would draw numbers
     _apply(subject, first, context)
     _apply(subject, second, context)
     weights, again = first.state_dict(), second.state_dict()

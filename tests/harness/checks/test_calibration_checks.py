@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from compressor.modifiers.schemes.input_statistics import mask_of_input
 from harness import check
 from harness.checks.adapters.calibration import OurCalibration
 from harness.reporting.verdict import Outcome
@@ -99,7 +100,34 @@ class SkipsDown(OurCalibration):
         return replace(done, statistics={name: value for name, value in done.statistics.items() if "down_proj" not in name})
 
 
-@pytest.mark.parametrize("subject", [Silent, NamesOneOnly, NoBudget, NoFallbacks, StarvesDenseModels, CountsWhatIsCalled, SkipsDown])
+class NoneIsAny(OurCalibration):
+    """Takes a budget of 0 for none."""
+
+    def run_starved(self, *, budget):
+        return super().run_starved(budget=budget or None)
+
+
+class OneIsYes(OurCalibration):
+    """Takes a budget of 1 for a yes."""
+
+    def run_starved(self, *, budget):
+        return super().run_starved(budget=None if budget == 1 else budget)
+
+
+class ExactlyAll(OurCalibration):
+    """Wants to be told how many there will be."""
+
+    def run_starved(self, *, budget):
+        done = super().run_starved(budget=budget)
+        if budget not in (None, len(done.fallbacks)):
+            raise ValueError("another number of fallbacks")
+        return done
+
+
+BUDGETS = [NoBudget, NoFallbacks, NoneIsAny, OneIsYes, ExactlyAll]
+
+
+@pytest.mark.parametrize("subject", [Silent, NamesOneOnly, *BUDGETS, StarvesDenseModels, CountsWhatIsCalled, SkipsDown])
 def test_silent_fallbacks_are_caught(subject):
     assert outcome(subject(), 42)[0] is Outcome.FAIL
 
@@ -325,3 +353,67 @@ class LearnsInSequence(OurCalibration):
 @pytest.mark.parametrize("subject", [DampsInSequence, LearnsInSequence])
 def test_a_pipeline_that_is_another_one_is_caught(subject):
     assert outcome(subject(), 46)[0] is Outcome.FAIL
+
+
+class AtOnce(OurCalibration):
+    """Looks at other rows, or not at the mask, where all layers run at once."""
+
+    def __init__(self, change=lambda rows, size: rows, mask=None, second=None):
+        super().__init__()
+        self.change, self.mask, self.second = change, mask or mask_of_input, second
+
+    def run(self, rows, *, sequential=True, batch_size=1, **options):
+        options |= {"sequential": sequential, "batch_size": batch_size}
+        if sequential:
+            return super().run(rows, **options)
+        with mock.patch("compressor.modifiers.schemes.input_statistics.mask_of_input", self.mask):
+            done = super().run(self.change(rows, batch_size), **options)
+        if self.second is None:
+            return done
+        late = super().run(self.second(rows), **options).statistics
+        return replace(done, statistics={name: (late if "layers.1" in name else done.statistics)[name] for name in late})
+
+
+def unless_long(*args, **named):
+    mask = mask_of_input(*args, **named)
+    return None if mask is not None and mask.shape[-1] > 64 else mask
+
+
+PADDING = [
+    (AtOnce(mask=lambda *args, **named: None), "all layers at once, in batches of 2"),
+    (AtOnce(mask=unless_long), "all layers at once, in batches of 2"),
+    (AtOnce(lambda rows, size: rows[: 5 * size]), "all layers at once, in batches of 2"),
+    (AtOnce(lambda rows, size: rows if size < 4 else rows[::-1][size:]), "all layers at once, in batches of 5"),
+]
+
+
+@pytest.mark.parametrize(("subject", "said"), PADDING, ids=["no mask", "no mask of long batches", "five batches", "batches of five"])
+def test_padding_and_batches_are_looked_at_where_all_layers_run_at_once(subject, said):
+    found = outcome(subject, 41)
+    assert found[0] is Outcome.FAIL and said in found[1], found
+
+
+def test_padding_decides_no_codes_of_who_keeps_no_statistics():
+    class Hides(AtOnce):
+        def run(self, rows, **options):
+            return replace(super().run(rows, **options), statistics={}, num_tokens={})
+
+    assert outcome(Hides(), 44) == (Outcome.PASS, "0 of 18432 codes")
+    found = outcome(Hides(mask=lambda *args, **named: None), 44)
+    assert found[0] is Outcome.FAIL and "all layers at once, 13 rows of 1 to 130 tokens" in found[1], found
+
+
+TOKENS = [
+    (AtOnce(lambda rows, size: rows[:-1]), "the first layer does not see"),
+    (AtOnce(lambda rows, size: [row[row != 0] for row in rows]), "the first layer does not see"),
+    (AtOnce(second=lambda rows: rows[-1:]), "the order of the rows decides"),
+    (AtOnce(second=lambda rows: [row[: max(1, len(row) - 1)] for row in rows]), "the last token of row 0 (6 tokens) counts for nothing"),
+    (AtOnce(second=lambda rows: [row[:129] for row in rows]), "the last token of row 9 (130 tokens) counts for nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("subject", "said"), TOKENS, ids=["rows", "an id", "the last row", "last tokens", "the last of 130"])
+def test_every_token_counts_where_all_layers_run_at_once(subject, said):
+    found = outcome(subject, "calibration.every_token")
+    assert found[0] is Outcome.FAIL and "all layers at once: " in found[1] and said in found[1], found

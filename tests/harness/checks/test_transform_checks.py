@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -252,3 +254,66 @@ def making(module, x):
 def test_what_the_first_forward_makes_may_stay_and_a_models_own_dropout_is_its_own(architecture, target):
     record = check(looking(making, architecture, target), checks=["transform.every_forward"]).records[0]
     assert record.outcome is Outcome.PASS, record.summary
+
+
+@pytest.mark.parametrize("how", ["anew", "by shape", "by shape at itself"])
+def test_what_is_kept_of_an_earlier_model_is_told(how):
+    kept = {}
+
+    def scale(model, batches):
+        for number, layer in enumerate(model.model.layers):
+            down = layer.mlp.down_proj.weight
+            factor = down.abs().amax(0).rsqrt()
+            if how != "anew":
+                factor = (kept if how == "by shape" else vars(scale)).setdefault(f"{number} {down.shape}", factor)
+            layer.mlp.up_proj.weight.div_(factor[:, None])
+            down.mul_(factor)
+
+    subject = InPlaceTransform(scale, ["*.up_proj.weight", "*.down_proj.weight"], architectures=("llama",))
+    record = next(one for one in check(subject).records if one.name == "transform.another_model")
+    assert record.outcome is (Outcome.PASS if how == "anew" else Outcome.FAIL), record.summary
+    assert how == "anew" or "others behind another model" in record.summary
+
+
+def test_a_copy_of_the_process_that_gives_no_answer_is_told():
+    def die(model, batches):
+        os._exit(3)
+
+    def ask(model, batches):
+        raise RuntimeError("no")
+
+    for function, said in ((die, "ended without an answer"), (ask, "RuntimeError: no")):
+        (record,) = check(InPlaceTransform(function, ["*"], architectures=("llama",)), checks=["transform.another_model"]).records
+        assert record.outcome is Outcome.SKIP and said in record.summary, record.summary
+
+
+@pytest.mark.parametrize("mode", ["kept", "lost"])
+def test_a_model_in_training_mode_comes_back_in_it(mode):
+    def scale(model, batches):
+        was = model.training
+        model.eval()(batches[0])
+        model.train(was and mode == "kept")
+        for layer in model.model.layers:
+            layer.mlp.up_proj.weight.mul_(2)
+            layer.mlp.down_proj.weight.div_(2)
+
+    subject = InPlaceTransform(scale, ["*.up_proj.weight", "*.down_proj.weight"], architectures=("llama",))
+    (record,) = check(subject, checks=["transform.repeats"]).records
+    assert record.outcome is (Outcome.PASS if mode == "kept" else Outcome.FAIL), record.summary
+    assert mode == "kept" or "training changed: True -> False" in record.summary
+
+
+@pytest.mark.parametrize("rounds", [lambda x: x, lambda x: x.float().double(), lambda x: x.to(torch.float32).double()])
+def test_a_matrix_that_is_float32_only_is_not_exact_in_float64(rounds):
+    def turn(model, batches):
+        matrix = rounds(make_rotation("random-matrix", model.model.layers[0].self_attn.head_dim).matrix().double())
+        for layer in model.model.layers:
+            for linear in (layer.self_attn.v_proj, layer.self_attn.o_proj):
+                weight = linear.weight.data.T if linear is layer.self_attn.v_proj else linear.weight.data
+                for head in weight.split(len(matrix), 1):
+                    head.copy_(head.double() @ matrix)
+
+    subject = InPlaceTransform(turn, ["*.v_proj.weight", "*.o_proj.weight"], architectures=("llama",))
+    (record,) = check(subject, checks=[31]).records
+    exact = rounds(torch.ones(1)).dtype is torch.float32
+    assert record.outcome is (Outcome.PASS if exact else Outcome.FAIL), record.summary
