@@ -21,7 +21,7 @@ from compressor.model.loading.load import load_tokenizer
 from compressor.model.loading.sample_batches import MODALITIES, Modality, SampleBatches, describe_batch, reads, sample_batches
 from compressor.model.loading.stand_in import StandIn, stand_in
 from compressor.model.targets import resolve_targets
-from compressor.pipelines.calibration_mode import calibration_mode
+from compressor.pipelines.forward_checks import calibration_mode
 from compressor.settings.options import from_settings
 from compressor.settings.verbs import TraceSettings
 from compressor.tracing import Plan, partition, trace

@@ -10,12 +10,16 @@ import torch
 from compressor.data import Batch, CalibrationData, batch_to
 from compressor.lifecycle import EventType, Session
 from compressor.lifecycle.padding import check_padding, note_unread_masks
-from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import (
+    calibration_mode,
     calls_of,
+    check_alike,
     check_still_called,
     compressed_names,
+    note_kept,
     refuse_exchanged,
+    set_token_mask,
+    watched_modules,
     weights_held_to,
 )
 from compressor.pipelines.journal import NullJournal, StageJournal

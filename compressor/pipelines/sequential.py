@@ -21,13 +21,18 @@ from compressor.lifecycle import EventType, Session, State
 from compressor.lifecycle.padding import check_padding, note_unread_masks
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
-from compressor.pipelines.calibration_mode import calibration_mode, check_alike, note_kept, note_proof, set_token_mask, watched_modules
 from compressor.pipelines.forward_checks import (
+    calibration_mode,
     calls_of,
+    check_alike,
     check_still_called,
     compressed_names,
+    note_kept,
+    note_proof,
     picked_rows,
     refuse_exchanged,
+    set_token_mask,
+    watched_modules,
     weights_held_to,
 )
 from compressor.pipelines.journal import NullJournal, StageJournal

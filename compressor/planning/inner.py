@@ -22,7 +22,7 @@ from compressor.mappings.probe import all_experts, columns_of, has_weight, tied_
 from compressor.model.loading.sample_batches import batch_of_shapes
 from compressor.modifiers.transforms.spinquant import SpinQuantModifier
 from compressor.nn.build import is_quantizable
-from compressor.pipelines.calibration_mode import calibration_mode
+from compressor.pipelines.forward_checks import calibration_mode
 from compressor.planning.footprint import FusedAttention
 from compressor.planning.operations import FROM_SHAPES, run_mixed, tensors_in
 from compressor.planning.refusals import CANNOT_FOLLOW

@@ -41,7 +41,7 @@ from compressor.nn.build import is_quantizable
 from compressor.nn.experts import UnfusedExperts
 from compressor.numerics import QuantizationScheme
 from compressor.pipelines import NOT_BY_LAYERS, SequentialSettings, choose_pipeline, pipeline_that_runs
-from compressor.pipelines.calibration_mode import calibration_mode
+from compressor.pipelines.forward_checks import calibration_mode
 from compressor.pipelines.settings import around_watched, cut_at_inputs, expert_targets, whole_notes
 from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
