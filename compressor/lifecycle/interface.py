@@ -59,6 +59,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition(None, True, False, "should_update", ("on_update",), None),
 )
 
+# What the batches of a training bring; `on_event` to a modifier without `start`, too.
+TRAINING_CALLBACKS = ("on_event", "on_start", "on_update", "on_end")
+
 
 @dataclass(frozen=True)
 class PlannedModule:

@@ -428,6 +428,11 @@ class Modifier(HooksMixin, ModifierInterface, metaclass=_Checked):
             self._lifecycle_flags = self._lifecycle_flags._replace(period=period, due=period != self._lifecycle_flags.period)
 
 
+def overrides(modifier: Modifier, *callbacks: str) -> bool:
+    """Say whether the class of a modifier, a base or a mixin has one of these callbacks of its own."""
+    return any(getattr(type(modifier), name) is not getattr(Modifier, name) for name in callbacks)
+
+
 def _settings(modifier: Modifier) -> dict[str, object]:
     """What a recipe could say of a modifier: its fields, without what it keeps under private names that were not declared."""
     return {name: value for name, value in modifier.__dict__.items() if not name.startswith("_")}

@@ -11,6 +11,8 @@ import torch
 from compressor.data import TokenBlocks
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier
+from compressor.lifecycle.interface import TRAINING_CALLBACKS
+from compressor.lifecycle.modifier import overrides
 from compressor.pipelines.journal.fingerprint import Fingerprint, machine, versions
 from compressor.settings.verbs import StepSettings
 
@@ -37,8 +39,8 @@ def check_recipe(modifiers: tuple[Modifier, ...], length: float, unit: str) -> l
     """
     notes = []
     for modifier in modifiers:
-        takes_part = _overrides(modifier, "on_start", "on_update", "on_end", "on_event")
-        if not takes_part or (modifier.start is None and (_overrides(modifier, "on_start") or not _overrides(modifier, "on_event"))):
+        takes_part = overrides(modifier, *TRAINING_CALLBACKS)
+        if not takes_part or (modifier.start is None and (overrides(modifier, "on_start") or not overrides(modifier, "on_event"))):
             why = (
                 "it has no start, so training would never begin it; give start (0: from the first step)"
                 if takes_part
@@ -55,10 +57,6 @@ def check_recipe(modifiers: tuple[Modifier, ...], length: float, unit: str) -> l
         if modifier.end is not None and modifier.end > length:
             notes.append(f"{modifier.label}: end={modifier.end:g} lies behind the run of {length:g} {unit}, so it is cut short")
     return notes
-
-
-def _overrides(modifier: Modifier, *callbacks: str) -> bool:
-    return any(getattr(type(modifier), name) is not getattr(Modifier, name) for name in callbacks)
 
 
 def training_fingerprint(

@@ -18,6 +18,8 @@ from compressor.data import CalibrationData
 from compressor.data.collate import leading_tensor
 from compressor.errors import CompressorError
 from compressor.lifecycle import Modifier, Session
+from compressor.lifecycle.interface import TRAINING_CALLBACKS
+from compressor.lifecycle.modifier import overrides
 from harness.lifecycle.driving.callback_actions import Actor
 from harness.lifecycle.driving.callback_recorder import Acts
 from harness.lifecycle.driving.class_values import frozen_class_values
@@ -47,6 +49,26 @@ class CannotTellError(Exception):
     """The subject refuses to be tried as it is tried here; the message says why."""
 
 
+@dataclass(frozen=True)
+class Training:
+    """A further look at a modifier: with the times that a training starts and ends it.
+
+    Attributes:
+        settings: these times; a modifier that has `on_event` and no `on_start` takes part without any.
+        steps_per_epoch: None where an index is a step.
+        has_batches: False for a calibration with these times, as `oneshot` runs it.
+    """
+
+    settings: Settings
+    steps_per_epoch: int | None = None
+    has_batches: bool = True
+
+    def __str__(self) -> str:
+        """Return the times in words."""
+        epochs = f", {self.steps_per_epoch} steps an epoch" if self.steps_per_epoch else ""
+        return f"with start={self.settings.start} and end={self.settings.end}{epochs}"
+
+
 @dataclass
 class Subject:
     """A modifier and everything that is needed to run it.
@@ -64,6 +86,7 @@ class Subject:
         latest: the run that was opened last, for the report of one that hangs.
         make: makes a fresh modifier, where a class was given; else the template is copied.
         steps_per_epoch: of its runs; None where an index is a step.
+        has_batches: its life is one of batches, whatever it needs and is given.
         class_values: what the modifier's classes and their modules held before the first run.
     """
 
@@ -79,6 +102,7 @@ class Subject:
     latest: CompressorRun | None = None
     make: Callable[[], Modifier] | None = None
     steps_per_epoch: int | None = None
+    has_batches: bool = False
     class_values: Mapping[str, object] = field(init=False)
     _modes: EnteredModes | None = None
 
@@ -93,8 +117,18 @@ class Subject:
 
     @property
     def trains(self) -> bool:
-        """True when training starts it, so that its life is one of batches and not a calibration."""
-        return self.template.start is not None and self.template.calibration_need == "none"
+        """True when its life is one of batches and not a calibration, as that of a modifier which training starts."""
+        return self.has_batches or (self.template.start is not None and not self.calibrates)
+
+    @property
+    def trains_beside_calibration(self) -> bool:
+        """True when its life is one of batches though it asks for a calibration, which another look shows it."""
+        return self.trains and self.calibrates
+
+    @property
+    def calibrates(self) -> bool:
+        """True when it asks for calibration data."""
+        return self.template.calibration_need != "none"
 
     @property
     def parts(self) -> list[tuple[str, ...]]:
@@ -126,40 +160,45 @@ class Subject:
         """Return how a run of the modifier alone begins, with the times that it has now."""
         return Setup((self.settings,), self.steps_per_epoch, keep_originals)
 
-    def trainings(self) -> list[Setup]:
-        """Return trainings to look at beside the times that it was given, where it has callbacks that only a training calls.
+    def trainings(self) -> list[Training]:
+        """Return trainings to look at beside the times that it was given, where it has callbacks that a training calls.
 
         Returns:
-            Times at which a training starts and ends it, for those that it lacks or that no life here reaches; where its life is a
-            training, also times between two whole indices: its own where they are such, and others.
+            None but its own times, where a training sends it events without a start; times at which a training starts and ends it, for
+            those that it lacks or that no life here reaches, or whose life was a calibration; where it asks for none, also times between
+            two whole indices: its own where they are such, and others.
         """
         template = self.template
-        if all(getattr(type(template), name) is getattr(Modifier, name) for name in ("on_start", "on_update", "on_end")):
+        if not overrides(template, *TRAINING_CALLBACKS):
             return []
         is_reached = template.start is not None and template.start + 1 <= _LAST_END
         start = template.start if is_reached and template.start is not None else 0.0
         end = template.end if template.end is not None and start < template.end <= _LAST_END else start + 1
-        found = [Setup((Settings(start, end, template.update),))] if (template.start, template.end) != (start, end) else []
-        if template.calibration_need == "none":
-            own = _steps_per_epoch(start, end)
-            found += [Setup((Settings(start, end, template.update),), own)] if own is not None else []
-            found += [Setup((Settings(0.5, 1.5, template.update),), 2)]
-        return list(dict.fromkeys(found))
+        settings = Settings(start, end, template.update)
+        is_sent_without = template.start is None and overrides(template, "on_event") and not overrides(template, "on_start")
+        found = [Training(self.settings)] if is_sent_without else []
+        found += [Training(settings, has_batches=not self.calibrates)] if (template.start, template.end) != (start, end) else []
+        if self.calibrates:
+            return [*found, Training(settings)]
+        own = _steps_per_epoch(start, end)
+        found += [Training(settings, own)] if own is not None else []
+        return list(dict.fromkeys([*found, Training(Settings(0.5, 1.5, template.update), 2)]))
 
     @contextmanager
-    def trained(self, setup: Setup) -> Iterator[None]:
-        """Give the modifier other times, and its runs other epochs, for a while.
+    def trained(self, training: Training) -> Iterator[None]:
+        """Give the modifier other times, and its runs other epochs and batches, for a while.
 
         Args:
-            setup: one of `trainings`.
+            training: one of `trainings`.
         """
         template, make, steps_per_epoch = self.template, self.make, self.steps_per_epoch
-        self.template, self.steps_per_epoch = self.fresh(setup.settings[0]), setup.steps_per_epoch
+        self.template, self.steps_per_epoch = self.fresh(training.settings), training.steps_per_epoch
+        self.has_batches = training.has_batches
         self.make = lambda: set_times(make() if make is not None else template.model_copy(deep=True), self.settings)
         try:
             yield
         finally:
-            self.template, self.make, self.steps_per_epoch = template, make, steps_per_epoch
+            self.template, self.make, self.steps_per_epoch, self.has_batches = template, make, steps_per_epoch, False
 
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
         """Open a run: the modifier first, then probes, one for each further entry of the setup. Modes of earlier runs are left.

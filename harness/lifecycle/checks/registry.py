@@ -82,15 +82,13 @@ class LifecycleCheck:
 
     def _look(self, subject: Subject) -> str:
         seen = [self.function(subject)]
-        for setup in subject.trainings() if self.in_training else ():
-            with subject.trained(setup):
-                epochs = f", {setup.steps_per_epoch} steps an epoch" if setup.steps_per_epoch else ""
-                times = f"with start={subject.settings.start} and end={subject.settings.end}{epochs}"
+        for training in subject.trainings() if self.in_training else ():
+            with subject.trained(training):
                 try:
-                    seen.append(f"{times}: {self.function(subject)}")
+                    seen.append(f"{training}: {self.function(subject)}")
                 except Violation as violation:
                     text = str(violation).removeprefix(f"[{violation.clause}] ")
-                    raise Violation(violation.clause, f"{times}, {text}", violation.causes) from violation
+                    raise Violation(violation.clause, f"{training}, {text}", violation.causes) from violation
         return "; ".join(seen)
 
     def _failed(self, violation: Violation) -> CheckRecord:

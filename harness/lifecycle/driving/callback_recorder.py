@@ -293,8 +293,9 @@ def _seen(event: tuple[Event, ...]) -> EventSeen | None:
 
 @modes_aside()
 def _brought(event: tuple[Event, ...]) -> object:
-    """What an event brings for all to read, by its values."""
-    return freeze([getattr(one, "loss", None) for one in event])
+    """What an event brings for all to read, by its values, and whether it still leads to gradients."""
+    losses = [getattr(one, "loss", None) for one in event]
+    return freeze(losses), [getattr(loss, "requires_grad", False) for loss in losses]
 
 
 def _settings(state: State) -> dict[str, object]:

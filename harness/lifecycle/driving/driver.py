@@ -15,6 +15,7 @@ from torch import nn
 from compressor.data import CalibrationData
 from compressor.lifecycle import Event, EventType, Modifier, Session, State
 from harness.lifecycle.driving.callback_recorder import Recorder, record
+from harness.lifecycle.driving.torch_settings import modes_aside
 from harness.lifecycle.oracle import Deed, Flags, Settings
 
 # Parts of the contract that a library may not have at all; a machine draws only what the run offers.
@@ -75,6 +76,24 @@ class ActingRun(Protocol):
         """Have one modifier carry out a step outside of any callback."""
 
 
+class Loss:
+    """The loss of a batch as a training sends it: the way to a weight's gradient leads through it."""
+
+    def __init__(self) -> None:
+        """Compute 0.5 from a weight."""
+        with modes_aside(), torch.inference_mode(False), torch.enable_grad():
+            self._weight = torch.tensor(0.25, requires_grad=True)
+            self.value = self._weight * 2
+
+    def remarks(self) -> list[str]:
+        """Go the way, and say whether callbacks have been on it."""
+        is_whole = self.value.requires_grad and self._weight.grad is None
+        with modes_aside():
+            if is_whole and torch.autograd.grad(self.value, self._weight, allow_unused=True)[0] == 2:
+                return []
+        return ["a callback has cut, changed or gone the way from event.loss to the gradients, which the step goes; leave it as it is"]
+
+
 class CompressorRun:
     """A run of this library.
 
@@ -116,10 +135,11 @@ class CompressorRun:
             has_loss: send a loss with it.
             modules: names of modules to send with it.
         """
-        loss, before = torch.tensor(0.5) if has_loss else None, self.recorder.loss
-        self.recorder.loss = loss
+        sent, before = Loss() if has_loss else None, self.recorder.loss
+        self.recorder.loss = loss = sent.value if sent is not None else None
         try:
             self.session.send(EventType[event], loss=loss, modules=modules)
+            self.recorder.remarks += sent.remarks() if sent is not None else []
         finally:
             self.recorder.loss = before
 

@@ -150,17 +150,130 @@ def test_hooks_that_watch_a_training_pass() -> None:
         assert "with start=0.0 and end=1.0: " in summary and "with start=0.5 and end=1.5, 2 steps an epoch: " in summary
 
 
+class WatchesBesideACalibration(Watches):
+    calibration = "sequential"
+
+
+class Hears(Modifier):
+    """Has no callback but `on_event`, which a training calls without a `start`, too; nothing is wrong with it."""
+
+    _last: float = 0.0
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch(["lm_head"])
+        return True
+
+    def on_event(self, state: State, event: Event) -> None:
+        if event.loss is not None:
+            self._last = event.loss.item()
+            event.loss.register_hook(lambda gradient: None)
+            self.work(state, event.loss)
+
+    def work(self, state: State, loss: Tensor) -> None:
+        pass
+
+
+class HearsBesideACalibration(Hears):
+    calibration = "sequential"
+
+
+class HalvesAWeight(Hears):
+    def work(self, state: State, loss: Tensor) -> None:
+        state.model.get_submodule("norm").get_parameter("weight").data.mul_(0.5)
+
+
+class HalvesAWeightBeforeItsStart(HalvesAWeight):
+    def work(self, state: State, loss: Tensor) -> None:
+        if not self.started:
+            super().work(state, loss)
+
+
+class HalvesAWeightInAMixin(HalvesAWeight, Watches):
+    pass
+
+
+class HalvesAWeightBesideACalibration(HalvesAWeight):
+    calibration = "sequential"
+
+
+class HalvesAWeightInAnUpdateBesideACalibration(WatchesBesideACalibration):
+    def on_update(self, state: State, event: Event) -> None:
+        state.model.get_submodule("norm").get_parameter("weight").data.mul_(0.5)
+
+
+class WritesNaN(Hears):
+    def work(self, state: State, loss: Tensor) -> None:
+        state.model.get_submodule("lm_head").get_parameter("weight").data.fill_(float("nan"))
+
+
+class Freezes(Hears):
+    def work(self, state: State, loss: Tensor) -> None:
+        state.model.get_submodule("norm").requires_grad_(False)
+
+
+class DoublesFromALossOn(Hears):
+    def work(self, state: State, loss: Tensor) -> None:
+        if not self.hooked_modules():
+            self.register_hook(state.model.get_submodule("norm"), lambda module, args, output: output * 2, "forward")
+
+
+class DoublesFromALossOnBesideACalibration(DoublesFromALossOn):
+    calibration = "sequential"
+
+
+class Detaches(Hears):
+    def work(self, state: State, loss: Tensor) -> None:
+        loss.detach_()
+
+
+class ScalesTheGradientOfTheLoss(Hears):
+    def work(self, state: State, loss: Tensor) -> None:
+        loss.register_hook(lambda gradient: gradient * 2)
+
+
+class GoesBackItself(Hears):
+    def work(self, state: State, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)
+
+
+HEARD: dict[type[Modifier], tuple[str, str]] = {
+    HalvesAWeight: ("claims", "with start=None and end=None, the result could not be saved: norm.weight"),
+    HalvesAWeightBeforeItsStart: ("claims", "with start=None and end=None, the result could not be saved: norm.weight"),
+    HalvesAWeightInAMixin: ("claims", "with start=0.0 and end=1.0, the result could not be saved: norm.weight"),
+    HalvesAWeightBesideACalibration: ("claims", "with start=None and end=None, the result could not be saved: norm.weight"),
+    HalvesAWeightInAnUpdateBesideACalibration: ("claims", "with start=0.0 and end=1.0, the result could not be saved: norm.weight"),
+    WritesNaN: ("finite", "with start=None and end=None, it leaves NaN or infinity in lm_head.weight"),
+    Freezes: ("surroundings", "norm.weight: requires_grad"),
+    DoublesFromALossOn: ("hooks_watch", "after LOSS_CALCULATED"),
+    DoublesFromALossOnBesideACalibration: ("hooks_watch", "after LOSS_CALCULATED"),
+    Detaches: ("claims", "Detaches.on_event wrote into event.loss"),
+    ScalesTheGradientOfTheLoss: ("claims", "the way from event.loss to the gradients"),
+    GoesBackItself: ("claims", "the way from event.loss to the gradients"),
+}
+
+
+@pytest.mark.parametrize("modifier", HEARD, ids=lambda one: one.__name__)
+def test_what_batches_bring_is_told(modifier: type[Modifier]) -> None:
+    check, says = HEARD[modifier]
+    outcome, summary = outcome_of(modifier, check)
+    assert outcome is Outcome.FAIL and says in summary
+
+
+@pytest.mark.parametrize("check", ["claims", "finite", "surroundings", "hooks_watch", "nothing_left", "start_and_end"])
+def test_who_hears_of_batches_and_does_nothing_passes(check: str) -> None:
+    for modifier in (Hears, HearsBesideACalibration) if check != "nothing_left" else (HearsBesideACalibration,):
+        outcome, summary = outcome_of(modifier, check)
+        assert outcome is Outcome.PASS, summary
+
+
 class Idle(Modifier):
     def on_initialize(self, state: State) -> bool:
         return True
 
 
-class WatchesBesideACalibration(Watches):
-    calibration = "sequential"
-
-
 BETWEEN = (0.5, 1.5, 2)
-TRAININGS: list[tuple[Modifier, list[tuple[float, float, int | None]]]] = [
+Times = tuple[float | None, float | None, int | None]
+TRAININGS: list[tuple[Modifier, list[Times]]] = [
     (Watches(), [(0.0, 1.0, None), BETWEEN]),
     (Watches(start=1.0, end=3.0), [BETWEEN]),
     (Watches(start=0.0, end=1.5), [(0.0, 1.5, 2), BETWEEN]),
@@ -168,22 +281,25 @@ TRAININGS: list[tuple[Modifier, list[tuple[float, float, int | None]]]] = [
     (Watches(start=0.5, end=1.5), [BETWEEN]),
     (Watches(start=0.1, end=1.7), [(0.1, 1.7, 5), BETWEEN]),  # a tenth of an epoch ends behind what a life reaches
     (Watches(start=0.0, end=9.5), [BETWEEN]),
-    (WatchesBesideACalibration(), [(0.0, 1.0, None)]),
+    (WatchesBesideACalibration(), [(0.0, 1.0, None), (0.0, 1.0, None)]),  # in a calibration, and in batches
+    (WatchesBesideACalibration(start=0.0, end=2.0), [(0.0, 2.0, None)]),
     (Idle(), []),
+    (Hears(), [(None, None, None), (0.0, 1.0, None), BETWEEN]),
+    (Hears(start=0.0, end=2.0), [BETWEEN]),
+    (HearsBesideACalibration(), [(None, None, None), (0.0, 1.0, None), (0.0, 1.0, None)]),
 ]
 
 
 @pytest.mark.parametrize(("template", "expected"), TRAININGS, ids=lambda one: f"{one.start}, {one.end}" if isinstance(one, Watches) else "")
-def test_a_training_is_looked_at_with_times_of_its_own_and_times_between_whole_indices(
-    template: Modifier, expected: list[tuple[float, float, int | None]]
-) -> None:
+def test_a_training_is_looked_at_with_times_of_its_own_and_times_between_whole_indices(template: Modifier, expected: list[Times]) -> None:
     subject, before = Subject(template), template.start
-    found = [(setup.settings[0].start, setup.settings[0].end, setup.steps_per_epoch) for setup in subject.trainings()]
+    found = [(training.settings.start, training.settings.end, training.steps_per_epoch) for training in subject.trainings()]
     assert found == expected
-    for setup in subject.trainings():
-        with subject.trained(setup):
-            assert subject.fresh().start == subject.template.start == setup.settings[0].start
-            assert subject.open().session.steps_per_epoch == setup.steps_per_epoch
+    for training in subject.trainings():
+        with subject.trained(training):
+            assert subject.fresh().start == subject.template.start == training.settings.start
+            assert subject.open().session.steps_per_epoch == training.steps_per_epoch
+            assert (("BATCH_START", ()) in subject.life()) == subject.trains == training.has_batches
     assert subject.template is template and subject.fresh().start == before and subject.steps_per_epoch is None
 
 
