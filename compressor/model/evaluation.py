@@ -45,7 +45,8 @@ def packing_notes(model: nn.Module, batches: Iterable[Any]) -> list[str]:
         batches: of its data.
 
     Returns:
-        A note for the report, where positions begin again and nobody masks: transformers keeps such sequences apart, but not with a cache.
+        A note for the report, where positions begin again and nobody masks. Most decoders of transformers make their masks of positions
+        then, but not with a cache; OPT, encoders and linear attention never do.
     """
     if not any(getattr(config, "use_cache", False) for config in _configs(model)):
         return []
@@ -53,8 +54,9 @@ def packing_notes(model: nn.Module, batches: Iterable[Any]) -> list[str]:
     if not any(bool((positions.diff(dim=-1) < 0).any()) for positions in unmasked if isinstance(positions, Tensor)):
         return []
     return [
-        "positions begin again within a sequence, and no attention_mask is given: without a cache, as here and in training, transformers "
-        "keeps what is packed apart, and with one (use_cache, the model's own setting) it does not; give the mask that is meant"
+        "positions begin again within a sequence, and no attention_mask is given: without a cache, as here and in training, most decoders "
+        "of transformers keep what is packed apart (OPT, encoders and linear attention do not), and with one (use_cache, the model's own "
+        "setting) none does; give the mask that is meant"
     ]
 
 
