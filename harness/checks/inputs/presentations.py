@@ -65,6 +65,7 @@ TENSORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "a Parameter": lambda x: nn.Parameter(x.detach().clone()),
         "a frozen Parameter": lambda x: nn.Parameter(x.detach().clone(), requires_grad=False),
         "a result that has a gradient": lambda x: _with_history(x),
+        "a transposed view of a Parameter": lambda x: _view_of_parameter(x),
     }
 )
 GRAD_MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = MappingProxyType(
@@ -79,6 +80,11 @@ WAYS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"as it is": t
 def _with_history(x: Tensor) -> Tensor:
     with torch.enable_grad():
         return x.detach().clone().requires_grad_().clone()
+
+
+def _view_of_parameter(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return nn.Parameter(x.detach().transpose(0, -1).clone(memory_format=torch.contiguous_format)).transpose(0, -1)
 
 
 def layouts(x: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -272,7 +272,10 @@ def _hold_memory(subject: Solver, one: Problem) -> None:
     hold_memory(lambda weight, hessian: subject.solve([weight], hessian), "solve", weights, hessians)
 
 
-_LAID = ("as it is", "a transposed view", "every other column", "a part of a larger tensor", "a Parameter", "a result that has a gradient")
+_LAID = (
+    *("as it is", "a transposed view", "every other column", "a part of a larger tensor"),
+    *("a Parameter", "a result that has a gradient", "a transposed view of a Parameter"),
+)
 _MEETING = {
     "asked": ("alone", "between two others", "on given scales"),
     "inputs": ("many tokens", "few tokens", "dead columns"),

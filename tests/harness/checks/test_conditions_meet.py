@@ -43,6 +43,14 @@ class SquareViews(OurQuantizer):
         return super().quantize(weight * 0.5 if is_hit else weight)
 
 
+class FlatParameters(OurQuantizer):
+    """Reads what has a gradient as if it lay row by row."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        is_hit = weight.requires_grad and not weight.is_contiguous()
+        return super().quantize(weight.detach().as_strided(weight.shape, (weight.shape[1], 1)) if is_hit else weight)
+
+
 class LongRowsOfOneSign(OurQuantizer):
     def quantize(self, weight: Tensor) -> Quantized:
         is_hit = weight.shape[0] == 1 and weight.shape[1] > 512 and bool((weight < 0).all())
@@ -166,6 +174,7 @@ INT4 = QuantizationArgs(num_bits=4, group_size=16)
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor")
 WRONG: dict[str, tuple[Any, str]] = {
     "a square weight that is a view": (SquareViews(INT4), "[32, 32]"),
+    "a view of a Parameter": (FlatParameters(INT4), "a transposed view of a Parameter"),
     "a long row of values below zero": (LongRowsOfOneSign(INT4), "negative [1, 1040]"),
     "long rows in three dimensions": (LosesTheLastWord(4), "[2, 3, 1031]: a code does not lie in its place"),
     "long rows in three dimensions, in other places": (Mirrors(4), "[2, 3, 1031]: a code does not lie in its place"),
@@ -189,7 +198,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a square weight in bfloat16": (
         RoundsWhere(lambda weight, H, count: weight.shape[0] == weight.shape[1] and weight.dtype == torch.bfloat16),
-        "48 x 48, few tokens, drawn, torch.bfloat16",
+        "48 x 48, dead columns, large, torch.bfloat16",
     ),
     "one row in bfloat16": (
         pruner("wanda-2of4", lambda weight, H: len(weight) == 1 and weight.dtype == torch.bfloat16, drops_the_largest),
