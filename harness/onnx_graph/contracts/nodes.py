@@ -366,8 +366,10 @@ class _Limits:
         whole, slices = (min(values) - _DEPLOYED_MARGIN_DB for values in zip(*((row.sqnr_db, row.weakest_db) for row in own), strict=True))
         if whole < _LEAST_DB - _DEPLOYED_MARGIN_DB or (whole >= limit.whole and slices >= limit.slices):
             return limit
-        told = f"as deployed {_BEFORE} itself comes so near to what it computes otherwise that the limit is wider: {_shapes(inputs)}"
-        self._pair.notes.append(f"{self._name}: {told}")
+        reached = f"{whole + _DEPLOYED_MARGIN_DB:.1f} dB, in its weakest slice {slices + _DEPLOYED_MARGIN_DB:.1f} dB"
+        self._pair.notes.append(
+            f"{self._name}: as deployed {_BEFORE} itself comes to {reached}, and 6 dB less are asked for: {_shapes(inputs)}"
+        )
         return Limit(min(limit.whole, whole), min(limit.slices, slices))
 
 

@@ -334,7 +334,8 @@ class QDQPreserved(RoleContract):
                 found.append(
                     self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
                 )
-            told |= {one.where} if len(found) > before else set()
+            if len(found) > before:
+                told.add(one.where)
         return [*found, *self._other_layers(pair, {_mark(one.projection) for one in quantized if one.where in told})]
 
     def _other_layers(self, pair: Pair, told: Collection[str]) -> list[Finding]:

@@ -62,10 +62,16 @@ class Constants:
         return self._known[value]
 
     def is_dequantized(self, value: ir.Value | None) -> bool:
-        """Whether a constant is computed from codes: by DequantizeLinear, or from a matrix of integers that is cast."""
+        """Whether a constant is computed from codes, by DequantizeLinear or a cast, and nothing larger than these is held for it."""
         if value is None or not self.view.is_constant(value):
             return False
-        return any(node.op_type == "DequantizeLinear" or _casts_codes(node) for node in self._ancestors(value))
+        if not any(node.op_type == "DequantizeLinear" or _casts_codes(node) for node in self._ancestors(value)):
+            return False
+        held, made = [one for source in self.sources(value) if (one := tensor_of(source)) is not None], self.of(value)
+        if not held or made is None:
+            return False
+        largest = max(held, key=lambda one: (one.nbytes, one.size))
+        return is_code(largest) or (largest.dtype.kind in "iu" and largest.size < made.size)  # words that hold several
 
     def sources(self, value: ir.Value) -> frozenset[ir.Value]:
         """Find what holds a constant: the matrices, codebooks and scattered values that it is computed from, or where there are none all.
@@ -134,8 +140,8 @@ def _casts_codes(node: ir.Node) -> bool:
 
 
 def is_code(array: np.ndarray) -> bool:
-    """Say whether an array holds integers, packed ones too."""
-    return array.dtype.kind in "iu" or array.dtype.name in ("int4", "uint4", "int2", "uint2")
+    """Say whether an array holds codes: of two bytes at most, which no float of a weight is but float8 and float4."""
+    return array.dtype.itemsize <= 2 and array.dtype.name not in ("float16", "bfloat16", "bool")
 
 
 def _evaluated_opsets(imports: Mapping[str, int], nodes: Sequence[onnx.NodeProto]) -> list[onnx.OperatorSetIdProto]:

@@ -168,6 +168,10 @@ LEFT = {
         {"QLinearConv(codes, s, mid, kernel, s, zero, s, mid)": "Conv(turned, float_kernel)", "DequantizeLinear(c, s, mid)": "Identity(c)"},
         Holding.VIOLATED,
     ),
+    "a matrix that is quantized as it is read": (
+        {"m = DequantizeLinear(matrix, s, zero)": "q = QuantizeLinear(float_matrix, s, zero) m = DequantizeLinear(q, s, zero)"},
+        Holding.VIOLATED,
+    ),
     "another table": ({"DequantizeLinear(table, s, zero)": "Mul(float_table, s)"}, Holding.NOT_ANALYSED),
     "rows that are dequantized": (
         {"t = DequantizeLinear(table, s, zero)": "t = Gather(table, ids)", "Gather(t, ids)": "DequantizeLinear(t, s, zero)"},
