@@ -16,7 +16,7 @@ from torch import nn
 
 from compressor.errors import ModelError
 from compressor.model.folder import check_no_adapter, check_not_quantized, folder_of_code, one_line, read_config, resolve_folder, some
-from compressor.model.headers import StoredTensor
+from compressor.model.headers import StoredTensor, read_parts
 from compressor.model.loading.casts import are_equal, check_casts, check_codes, check_places, names_in_model, read_headers, tie_notes
 from compressor.model.loading.load import (
     LOAD_ERRORS,
@@ -93,6 +93,8 @@ def load_empty(
     check_no_adapter(folder)
     read_generation_config(folder)
     tensors, scales = _split_scales(folder, read_headers(folder), block)
+    if block is not None and reads_values:
+        _check_scales(folder, tensors, scales, block)
     wanted = resolve_dtype(dtype)
     with quiet_transformers():
         model, info, sources, made = _build(folder, resolve_class(model_class), tensors, wanted, trust_remote_code)
@@ -142,6 +144,22 @@ def _split_scales(
                 f"{list(shape)} need floats of {list(wanted)}; restore the files"
             )
     return rest, scales
+
+
+def _check_scales(folder: Path, tensors: Mapping[str, StoredTensor], scales: Mapping[str, StoredTensor], block: tuple[int, int]) -> None:
+    """Refuse scales that turn values into others of the wrong sign, or into none."""
+    for name, stored in scales.items():
+        scale_GG = torch.cat(list(read_parts(folder, stored))).float().view(stored.shape)
+        damaged_GG = ~(scale_GG > 0) | scale_GG.isinf()
+        if (scale_GG[damaged_GG] == 0).all() and damaged_GG.any():  # a block of zeros needs no scale
+            codes_RC = torch.cat(list(read_parts(folder, tensors[name]))).view(tensors[name].shape)
+            each_RC = damaged_GG.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: codes_RC.shape[0], : codes_RC.shape[1]]
+            damaged_GG = damaged_GG & bool(codes_RC.float()[each_RC].any())
+        if damaged_GG.any():
+            raise ModelError(
+                f"{folder}: {name}: {int(damaged_GG.sum())} of its {damaged_GG.numel()} scales are not finite and above zero "
+                f"({float(scale_GG[damaged_GG][0])}), and their blocks hold values; restore the files"
+            )
 
 
 def _label(stored: StoredTensor) -> str:

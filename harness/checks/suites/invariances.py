@@ -279,7 +279,7 @@ _LAID = (
 _MEETING = {
     "asked": ("alone", "between two others", "on given scales"),
     "inputs": ("many tokens", "few tokens", "dead columns"),
-    "values": ("drawn", "a row of zeros", "large"),
+    "values": ("drawn", "a row of zeros", "large", "small"),
     "hessian": _LAID[::3],
     "block": (None, 7),
     "dtype": (torch.float32, torch.bfloat16),
@@ -316,7 +316,7 @@ def _met(columns: int, rows: int, inputs: str, values: str, dtype: torch.dtype, 
         one.hessian[::7], one.hessian[:, ::7] = 0, 0
     if values == "a row of zeros":
         one.weight[rows // 2] = 0
-    return replace(one, weight=(one.weight * (2.0**12 if values == "large" else 1)).to(dtype))
+    return replace(one, weight=(one.weight * {"large": 2.0**12, "small": 2.0**-30}.get(values, 1)).to(dtype))
 
 
 def _asked(subject: Solver, how: str, weight: Tensor, hessian: Tensor, block: int | None, alone: Solved) -> Solved:

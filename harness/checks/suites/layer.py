@@ -131,12 +131,12 @@ def conditions_meet(subject: Layer, context: CheckContext) -> str:
             "laid": tuple(WAYS),
             "shape": [*layer_shapes(subject), *large_shapes(subject.column_multiple)],
             "dtype": subject.dtypes,
-            "values": ("usual", "large", "rows of zeros"),
+            "values": ("usual", "large", "small", "rows of zeros"),
             "bias": (True, False),
             "mode": ("training", "evaluation"),
             "grad": tuple(GRAD_MODES),
         },
-        {"laid": tuple(EXPANDED)},
+        {"laid": tuple(EXPANDED), "bias": (True,)},  # a bias hides what becomes of small inputs
     )
     built: dict[object, LayerCase] = {}
     for one in cases:
@@ -155,6 +155,8 @@ def _hold_meeting(case: LayerCase, one: Mapping[str, Any]) -> None:
     x = plain_inputs((one["tokens"],), one["shape"][1], one["dtype"])[0]
     if one["values"] == "large":
         x = largest_input(case, x)
+    elif one["values"] == "small":
+        x = x * (hurtful("small", (1, x.shape[-1]), x.dtype).abs().amax() / x.abs().amax())
     elif one["values"] == "rows of zeros":
         x.view(-1, x.shape[-1])[1::2] = 0
     given = WAYS[one["laid"]](x)

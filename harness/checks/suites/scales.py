@@ -239,7 +239,10 @@ def _errors(subject: Quantizer, weight: Tensor) -> Tensor:
     return units(errors, found.unit).nan_to_num(nan=0.0).sum(1)
 
 
-_VARIED = ("spread groups", "bell", "dead groups", "positive", "negative", "lopsided", "outliers", "ties", "correlated columns")
+_VARIED = (
+    *("spread groups", "bell", "dead groups", "positive", "negative", "lopsided", "outliers", "ties", "correlated columns"),
+    *("small", "tiny", "large"),  # a floor or a ceiling of scales that not every layout meets
+)
 
 
 @register(

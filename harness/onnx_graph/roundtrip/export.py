@@ -128,9 +128,9 @@ def _compare(model: onnx.ModelProto, forward: Callable[..., torch.Tensor], other
     try:
         expected, again = (forward(*other.values()).detach().cpu().numpy() for _ in range(2))
     except _REFUSALS as error:
-        return Tried(unseen=f"the model fails on drawn inputs ({type(error).__name__})")
+        return Tried(unseen=f"the model fails ({type(error).__name__})")
     if not np.isfinite(expected).all():
-        return Tried(unseen="the model's output on drawn inputs is not finite")
+        return Tried(unseen="the model's output is not finite")
     if not np.array_equal(expected, again):
         return Tried(unseen="the model gives other outputs for the same inputs")
     try:
@@ -141,6 +141,35 @@ def _compare(model: onnx.ModelProto, forward: Callable[..., torch.Tensor], other
         return Tried(f"shape {list(found.shape)}, not {list(expected.shape)}")
     noise = sqnr_db(expected, found)
     return Tried(f"{noise:.1f} dB from what it computes" if noise < _MIN_SQNR_DB else "")
+
+
+def try_other_sizes(
+    model: onnx.ModelProto, forward: Callable[..., torch.Tensor], inputs: Mapping[str, torch.Tensor], dynamic: Dynamic
+) -> Tried:
+    """Compare a graph with the module where one size after the other is one more than that which the graph was recorded with.
+
+    Args:
+        model: not modified.
+        forward: the module, called with the inputs in order.
+        inputs: that the graph was recorded with.
+        dynamic: sizes that may change, by input and axis; all axes of one name change together.
+
+    Returns:
+        The first size at which the graph does not give what the module computes; else those at which that could not be seen.
+    """
+    axes = [(size, name, axis) for name, named in dynamic.items() for axis, size in named.items()]
+    unseen = []
+    for size in sorted({one[0] for one in axes}):
+        other = dict(inputs)
+        for _, name, axis in (one for one in axes if one[0] == size):
+            other[name] = torch.cat([other[name], other[name].narrow(axis, 0, 1)], axis)
+        found = _compare(model, forward, other)
+        what = f"with one more of {size} ({describe_inputs(other)})"
+        if found.differs:
+            return Tried(f"{found.differs}, {what}")
+        if found.unseen:
+            unseen.append(f"{what} {found.unseen}, so {size} may be open in vain; open with it what changes with it")
+    return Tried(unseen="; ".join(unseen))
 
 
 def _another(tensor: torch.Tensor, seed: int) -> torch.Tensor:
@@ -167,6 +196,10 @@ _WRONG = {
     "number of rows dynamo may write",
     "dynamo": "an operator is not written as the model computes it, or chooses among equal values (TopK, ArgMax), where runtimes differ; "
     "try torchscript",
+}
+_FROZEN = {
+    "torchscript": "open what changes with that size, too; one that the forward reads as a number is frozen: try dynamo, or leave it fixed",
+    "dynamo": "open what changes with that size, too, or leave it fixed",
 }
 Dynamic = Mapping[str, Mapping[int, str]]
 """Input to axis to the name of its size."""
@@ -256,12 +289,13 @@ def export(
             raise _blame(exporter, wrapped, inputs, error) from error
         else:
             model = read_proto(path)
-            tried = try_other_inputs(model, wrapped, inputs)
-    if tried.differs:
-        raise ExportFailure(
-            f"{exporter}: {type(module).__name__} cannot be exported: on other inputs the graph gives {tried.differs}; {_WRONG[exporter]}"
-        )
-    notes = (f"the graph of {exporter} was not held against the model in full: {tried.unseen}",) if tried.unseen else ()
+            tried = try_other_inputs(model, wrapped, inputs), try_other_sizes(model, wrapped, inputs, dynamic or {})
+    for what, wrong, found in zip(("on other inputs", "at other sizes"), (_WRONG, _FROZEN), tried, strict=True):
+        if found.differs:
+            raise ExportFailure(
+                f"{exporter}: {type(module).__name__} cannot be exported: {what} the graph gives {found.differs}; {wrong[exporter]}"
+            )
+    notes = tuple(f"the graph of {exporter} was not held against the model in full: {one.unseen}" for one in tried if one.unseen)
     return Exported(model, module, {name: tensor.detach().cpu().numpy() for name, tensor in inputs.items()}, exporter, notes)
 
 

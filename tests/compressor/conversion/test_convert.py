@@ -282,6 +282,22 @@ def test_fp8_blocks_are_those_that_the_config_says(said: object, words: str, bas
         model_free(tmp_path / "coded", output_dir=tmp_path / "made", scheme="W4A16", ignore="lm_head")
 
 
+@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf")], ids=str)
+def test_fp8_blocks_have_scales_above_zero(value: float, base: Folders, tmp_path: Path) -> None:
+    """But for blocks of zeros, which need none."""
+    _in_fp8(tmp_path / "coded", base("dense"), (128, 128))
+    file, name = tmp_path / "coded" / "model.safetensors", "model.layers.0.mlp.down_proj.weight"
+    tensors = load_file(file)
+    tensors[f"{name}_scale_inv"][0, 1] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name}: 1 of its 3 scales are not finite and above zero \({value}\)"):
+        model_free(tmp_path / "coded", output_dir=tmp_path / "made", scheme="W4A16", ignore="lm_head")
+    tensors[name][:, 128:256] = 0
+    tensors[f"{name}_scale_inv"][0, 1] = 0
+    save_file(tensors, file, metadata={"format": "pt"})
+    model_free(tmp_path / "coded", output_dir=tmp_path / "made", scheme="W4A16", ignore="lm_head")
+
+
 def test_memory_is_less_than_two_tensors(base: Folders, tmp_path: Path, peak_bytes: Callable[[Callable[[], object]], int]) -> None:
     """Of a model whose largest tensor has 16 MB."""
     tensors = {name: value for path in base("dense").glob("*.safetensors") for name, value in load_file(path).items()}

@@ -51,6 +51,14 @@ class FlatParameters(OurQuantizer):
         return super().quantize(weight.detach().as_strided(weight.shape, (weight.shape[1], 1)) if is_hit else weight)
 
 
+class FloorInViews(OurQuantizer):
+    """A floor under the scale that only what does not lie row by row meets."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        is_hit = not weight.is_contiguous() and 0 < float(weight.detach().abs().max()) < 1e-10
+        return super().quantize(weight * 0.5 if is_hit else weight)
+
+
 class LongRowsOfOneSign(OurQuantizer):
     def quantize(self, weight: Tensor) -> Quantized:
         is_hit = weight.shape[0] == 1 and weight.shape[1] > 512 and bool((weight < 0).all())
@@ -175,6 +183,7 @@ STATIC = QuantizationArgs(num_bits=8, strategy="tensor")
 WRONG: dict[str, tuple[Any, str]] = {
     "a square weight that is a view": (SquareViews(INT4), "[32, 32]"),
     "a view of a Parameter": (FlatParameters(INT4), "a transposed view of a Parameter"),
+    "tiny values in a view": (FloorInViews(INT4), "small ["),
     "a long row of values below zero": (LongRowsOfOneSign(INT4), "negative [1, 1040]"),
     "long rows in three dimensions": (LosesTheLastWord(4), "[2, 3, 1031]: a code does not lie in its place"),
     "long rows in three dimensions, in other places": (Mirrors(4), "[2, 3, 1031]: a code does not lie in its place"),
@@ -194,7 +203,11 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a searched range of one row": (HalvesOneRow(QuantizationArgs(strategy="tensor", observer="mse")), "with the full range it is"),
     "several weights beside dead columns": (
         RoundsWhere(lambda weight, H, count: count > 1 and bool((H.diagonal() == 0).any())),
-        "dead columns, drawn, torch.float32, laid a transposed view, asked between two others",
+        "dead columns, small, torch.float32, laid a transposed view, asked between two others",
+    ),
+    "small weights beside a view": (
+        RoundsWhere(lambda weight, H, count: float(weight.detach().abs().max()) < 1e-6 and not H.is_contiguous()),
+        "small",
     ),
     "a square weight in bfloat16": (
         RoundsWhere(lambda weight, H, count: weight.shape[0] == weight.shape[1] and weight.dtype == torch.bfloat16),
@@ -213,6 +226,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "moves none of the weights that it keeps",
     ),
     "a view of one token": (Subject(where(lambda self, x: not x.is_contiguous() and x.shape[:-1].numel() == 1)), "an input of [1"),
+    "small values without gradients": (
+        Subject(where(lambda self, x: not torch.is_grad_enabled() and bool((x.abs() < 1e-6).all()))),
+        "small, where gradients are off",
+    ),
     "large values in four dimensions": (Subject(where(lambda self, x: x.dim() == 4 and bool((x.abs() > 1e4).any()))), "large"),
 }
 

@@ -172,7 +172,7 @@ class _Noise(nn.Module):
     ("module", "inputs", "unseen"),
     [
         (_Ids(), {"ids": torch.full((3,), 7)}, "no other values to draw for ids; give one that holds several"),
-        (_Table(), {"ids": torch.tensor([3, 5, 4])}, "fails on drawn inputs (KeyError)"),
+        (_Table(), {"ids": torch.tensor([3, 5, 4])}, "the model fails (KeyError)"),
         (_Noise(), {"x": torch.ones(3)}, "other outputs for the same inputs"),
         (_Masked(), {"x": torch.ones(3), "mask": torch.ones(3, dtype=torch.int64)}, "mask had the example's values throughout"),
         (nn.Linear(3, 2), {"input": torch.ones(1, 3)}, ""),
@@ -185,6 +185,22 @@ def test_what_the_search_for_frozen_choices_did_not_see_is_said(module: nn.Modul
     assert [unseen in note for note in notes] == ([True] if unseen else [])
     row = trip.run(NumericEqual(), "torchscript", "onnxsim")
     assert set(notes) <= set(row.result.notes) and set(notes) <= set(trip.notes())
+
+
+class _Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(0) / int(x.shape[0])
+
+
+def test_a_size_is_open_only_where_the_graph_follows_it() -> None:
+    x = {"x": torch.rand(2, 3)}
+    with pytest.raises(ExportFailure, match=r"at other sizes the graph gives .* dB .*, with one more of rows \(x \[3, 3\]\)"):
+        export(_Mean(), x, exporter="torchscript", dynamic={"x": {0: "rows"}})
+    assert not export(_Mean(), x, exporter="torchscript", dynamic={"x": {1: "columns"}}).notes
+    both = {**x, "mask": torch.rand(2, 3)}
+    assert not export(_Masked(), both, exporter="torchscript", dynamic={name: {0: "rows"} for name in both}).notes
+    (note,) = export(_Masked(), both, exporter="torchscript", dynamic={"x": {0: "rows"}}).notes
+    assert "the model fails (RuntimeError), so rows may be open in vain" in note
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

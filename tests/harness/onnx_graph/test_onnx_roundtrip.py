@@ -180,7 +180,8 @@ def test_the_commands_export_and_go_round(tmp_path: Path, capsys: pytest.Capture
     tiny.llama(num_key_value_heads=4).save_pretrained(tmp_path / "llama")
     graph = str(tmp_path / "llama.onnx")
     folder = str(tmp_path / "llama")
-    assert main(["onnx", "export", folder, graph, "--exporter", "torchscript", "--opset", "17", "--dynamic", "input_ids:1=length"]) == 0
+    length = [word for name in ("input_ids", "attention_mask") for word in ("--dynamic", f"{name}:1=length")]
+    assert main(["onnx", "export", folder, graph, "--exporter", "torchscript", "--opset", "17", *length]) == 0
     assert onnx.load(graph).opset_import[0].version == 17
     assert main(["onnx", "export", folder, graph, "--modality", "audio"]) == 3
     assert main(["onnx", "export", str(tmp_path), graph, "--model-class", "LlamaForCausalLM"]) == 3
