@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from compressor.data.collate import Batch, hash_rows
 from compressor.data.datasets import chosen_length
 from compressor.data.encode import NO_LIMIT, Tokens, encode_row
-from compressor.data.rows import Row, check_columns, read_rows
+from compressor.data.rows import Row, check_columns, read_rows, unread_masks
 from compressor.errors import DatasetError
 
 IGNORED = -100  # the label of a token that is no target, as cross_entropy knows it
@@ -34,6 +34,7 @@ class TokenBlocks:
         sha256: of the blocks and of what counts in them, in their order.
         num_samples: samples that were joined.
         num_left_over: tokens at the end that fill no block, and tokens of blocks without a target.
+        unread_masks: columns of rows that look like masks and were not read.
     """
 
     input_ids: Tensor
@@ -41,6 +42,7 @@ class TokenBlocks:
     sha256: str
     num_samples: int
     num_left_over: int
+    unread_masks: frozenset[str] = frozenset()
 
     @property
     def batches(self) -> list[Batch]:
@@ -88,7 +90,8 @@ def load_blocks(
     length = chosen_length(max_seq_length, max_positions)
     if length < 2:
         raise DatasetError(f"max_seq_length: a block of {length} token has none to predict; give at least 2")
-    rows = list(_encoded(source, tokenizer, text_column, {*inputs, "labels"}))
+    unread = set[str]()
+    rows = list(_encoded(source, tokenizer, text_column, {*inputs, "labels"}, unread))
     num_tokens = sum(len(tokens.ids) for tokens in rows)
     if num_tokens < length:
         raise DatasetError(
@@ -101,12 +104,13 @@ def load_blocks(
         raise DatasetError(f"{name}: its loss_mask leaves no token to predict in {len(ids)} blocks of {length}; mask less of it")
     ids, counted = ids[useful], counted[useful]
     sha256 = hash_rows(list(ids), None if bool(counted.all()) else list(counted))
-    return TokenBlocks(ids, ids.masked_fill(~counted, IGNORED), sha256, len(rows), num_tokens - ids.numel())
+    return TokenBlocks(ids, ids.masked_fill(~counted, IGNORED), sha256, len(rows), num_tokens - ids.numel(), frozenset(unread))
 
 
-def _encoded(source: Any, tokenizer: Any, text_column: str, inputs: Collection[str]) -> Iterator[Tokens]:
+def _encoded(source: Any, tokenizer: Any, text_column: str, inputs: Collection[str], unread: set[str]) -> Iterator[Tokens]:
     for row in read_rows(source, text_column=text_column, shuffle_seed=None, inputs=inputs):
         check_columns(row, inputs, "remove the column (a loss_mask says which tokens are learnt)")
+        unread |= unread_masks(row)
         tokens = _ended(row, encode_row(row, tokenizer, NO_LIMIT), tokenizer)
         if len(tokens.ids):
             yield tokens

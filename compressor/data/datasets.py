@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
 from compressor.data.encode import NO_LIMIT, Tokens, encode_row
-from compressor.data.rows import TEXT_COLUMN, Row, check_columns, read_rows
+from compressor.data.rows import TEXT_COLUMN, Row, check_columns, read_rows, unread_masks
 from compressor.data.user_code import read_through
 from compressor.errors import DatasetError
 from compressor.numerics.part_sums import MIN_TOKENS_SHARED, NUM_PARTS
@@ -40,6 +40,7 @@ class CalibrationData:
         num_samples: rows in all batches.
         num_tokens: tokens that count, in all batches.
         num_dropped: samples without a token that counts, which were met and left out.
+        unread_masks: columns of rows that look like masks and were not read; those of batches are in the batches.
     """
 
     batches: list[Batch]
@@ -48,6 +49,7 @@ class CalibrationData:
     num_samples: int
     num_tokens: int
     num_dropped: int = 0
+    unread_masks: frozenset[str] = frozenset()
 
     @property
     def fullest(self) -> Batch:
@@ -121,10 +123,10 @@ def load_dataset_source(
             raise DatasetError("concatenate_data: a DataLoader gives batches as they are; join the samples in it, or leave this out")
         return _from_loader(source, num_calibration_samples, length if max_seq_length is not None else max_positions)
     rows: list[Tokens] = []
-    num_dropped = 0
+    num_dropped, unread = 0, set[str]()
     drawn, others = seed if shuffle else None, ", or a DataLoader"
     read = read_rows(source, text_column=text_column, shuffle_seed=drawn, inputs=inputs, others=others)
-    encoded = (_checked(row, tokenizer, NO_LIMIT if concatenate else length, inputs) for row in read)
+    encoded = (_checked(row, tokenizer, NO_LIMIT if concatenate else length, inputs, unread) for row in read)
     for tokens in _joined(encoded, length) if concatenate else encoded:
         if tokens.num_counted:
             rows.append(tokens)
@@ -140,11 +142,12 @@ def load_dataset_source(
     ids, counted = [row.ids for row in rows], [row.counted for row in rows]
     batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted, device)
     num_tokens = sum(row.num_counted for row in rows)
-    return CalibrationData(batches, masks, hash_rows(ids, counted), len(rows), num_tokens, num_dropped)
+    return CalibrationData(batches, masks, hash_rows(ids, counted), len(rows), num_tokens, num_dropped, frozenset(unread))
 
 
-def _checked(row: Row, tokenizer: Any, length: int, inputs: Collection[str]) -> Tokens:
+def _checked(row: Row, tokenizer: Any, length: int, inputs: Collection[str], unread: set[str]) -> Tokens:
     check_columns(row, inputs)
+    unread |= unread_masks(row)
     return encode_row(row, tokenizer, length)
 
 

@@ -50,7 +50,7 @@ def read_rows(source: Any, *, text_column: str, shuffle_seed: int | None, inputs
             iterated); a list of texts, of token rows or of mappings; or a [N, T] tensor of token ids.
         text_column: column of the text.
         shuffle_seed: yield the rows in an order drawn with this seed; None keeps their own order.
-        inputs: columns that a parquet file is to give as well, in `beside`; other sources give all.
+        inputs: columns that a parquet file is to give as well, in `beside`, as it gives masks of any name; other sources give all.
         others: what else the caller takes, for the error.
 
     Returns:
@@ -179,7 +179,8 @@ def _parquet_rows(path: Path, text_column: str, seed: int | None, *, inputs: Col
     try:
         columns = parquet.read_schema(path).names
         wanted = _wanted_columns(columns, str(path), text_column)
-        wanted += [name for name in columns if name in (*inputs, *TEMPLATE_COLUMNS) and name not in wanted]
+        beside = [name for name in columns if name in (*inputs, *TEMPLATE_COLUMNS) or "mask" in name]
+        wanted += [name for name in beside if name not in wanted]
         check_names(columns, wanted, str(path))
         table = parquet.read_table(path, columns=wanted)
     except ArrowInvalid as error:
@@ -329,6 +330,25 @@ def check_columns(row: Row, inputs: Collection[str], remedy: str = _REMEDY) -> N
                 f"{row.where}: the column {name!r} is an input of the model, and of rows only token ids and their masks are fed to it; "
                 f"{remedy}"
             )
+
+
+def unread_masks(row: Row) -> set[str]:
+    """Find columns that look like masks of tokens, of ones and zeros and named so, and which nothing reads.
+
+    Args:
+        row: as it was read.
+
+    Returns:
+        Names, such as `assistant_masks`; none beside what is no token ids.
+    """
+    if row.kind != "input_ids":
+        return set()
+    named = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.beside.items() if "mask" in name}
+    return {name for name, value in named.items() if isinstance(value, list) and len(value) == len(row.value) and _zeros_and_ones(value)}
+
+
+def _zeros_and_ones(values: list[Any]) -> bool:
+    return all(value in (0, 1) for value in values) and 0 in values and 1 in values
 
 
 def _is_default(name: str, row: Row) -> bool:

@@ -104,14 +104,14 @@ def note_unread_masks(state: State, data: CalibrationData) -> None:
         data: the batches with their masks.
     """
     pairs = zip(data.batches, data.token_masks, strict=True)
-    unread = {name for batch, mask in pairs for name in _masks(batch) if mask is None or name != "attention_mask"}
+    unread = {name for batch, mask in pairs for name in _masks(batch) if mask is None or name != "attention_mask"} | data.unread_masks
     if getattr(getattr(state.model, "config", None), "is_encoder_decoder", False):  # what a decoder is given follows from them
         named = [batch.get("labels") for batch in data.batches if isinstance(batch, Mapping)]
         unread |= {"-100 among the labels" for labels in named if labels is not None and bool((labels == -100).any())}
     if unread:
         state.report.notes.append(
-            f"{', '.join(sorted(unread))} of the batches is not read as padding, and all tokens count; a loss_mask beside it "
-            "(1: counts; the model never gets it) says which do"
+            f"{', '.join(sorted(unread))} of the batches is not read, and all tokens that are no padding count; a loss_mask beside "
+            "it (1: counts; the model never gets it) says which do"
         )
 
 

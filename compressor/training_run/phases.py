@@ -177,6 +177,8 @@ class TrainingRun:
     def train(self) -> TrainResult:
         """Make the steps, end the session, save."""
         notes = [*self.loaded.notes, *check_recipe(self.modifiers, self.length, self.settings.unit)]
+        if unread := sorted(self.data.unread_masks | (frozenset() if self.eval_data is None else self.eval_data.unread_masks)):
+            notes.append(f"{', '.join(unread)} of the rows is not read, and all tokens are learnt; a loss_mask (1: learnt) says which are")
         notes += saving_notes(self.loaded, self.settings.save_dtype)
         run = training_fingerprint(
             self.identity, self.recipe, self.data, self.eval_data, self.seed, self.settings, self.num_steps, self.device

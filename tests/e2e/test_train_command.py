@@ -344,6 +344,12 @@ def test_weights_that_float16_has_no_room_for_are_refused(run: Runner, tmp_path:
         train(model, dataset=run.tokens, save_dtype="float16", **small())
 
 
+def test_a_mask_of_another_name_than_loss_mask_is_told(run: Runner) -> None:
+    rows = [{"input_ids": [3 + (number + place) % 50 for place in range(16)], "assistant_masks": [0, 1] * 8} for number in range(16)]
+    told = [note for note in train(run.model, dataset=rows, **small()).report.notes if note.startswith("assistant_masks of the rows")]
+    assert len(told) == 1 and "a loss_mask" in told[0]
+
+
 @pytest.mark.parametrize(("choices", "said"), [({}, 1), ({"save_dtype": "float32"}, 0)])
 def test_weights_of_several_dtypes_that_become_one_are_told(run: Runner, tmp_path: Path, choices: dict[str, str], said: int) -> None:
     from transformers import AutoModelForCausalLM

@@ -219,9 +219,12 @@ class LooseTensors:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write the copies back, in place."""
+        """Write the copies back, in place but for what has been resized."""
         for value, old in self._kept:
-            value.detach().copy_(old)
+            if value.shape == old.shape:
+                value.detach().copy_(old)
+            else:
+                value.data = old.clone()
 
 
 def _values(step: TrainStep) -> Iterator[object]:

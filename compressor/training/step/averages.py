@@ -25,7 +25,7 @@ class WeightAverages:
     Args:
         model: the model; its weights are copied.
         decay: share of the old average that stays after a step, in (0, 1); or several, each with averages of its own.
-        warmup: begin with smaller decays: after n updates at most (1 + n) / (10 + n), so that the first weights are soon forgotten.
+        warmup: begin with smaller decays: at the n-th update at most (1 + n) / (10 + n), so that the first weights are soon forgotten.
 
     Attributes:
         decays: by the number that was given, the decay in force, a float64 tensor that may be written in place between steps.

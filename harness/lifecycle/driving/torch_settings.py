@@ -90,6 +90,7 @@ TORCH_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = M
         "what torch.load takes for safe": (_safe_globals, _set_safe_globals),
         "mapping of torch.load": (_files.get_default_mmap_options, _files.set_default_mmap_options),
         "byte order of torch.load": (_files.get_default_load_endianness, _files.set_default_load_endianness),
+        "folder of torch.hub": attribute(torch.hub, "_hub_dir"),
         "checksums of torch.save": (_files.get_crc32_options, _files.set_crc32_options),
         "profiling executor of torch.jit": _told_when_set(torch._C._jit_set_profiling_executor, True),
         "profiling mode of torch.jit": _told_when_set(torch._C._jit_set_profiling_mode, True),

@@ -13,19 +13,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from compressor.data import CalibrationData, load_dataset_source
+from compressor.data.blocks import load_blocks
 from compressor.errors import DatasetError
 
 IDS = [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32, 33, 34]]
 LOSS = [[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 0, 1]]
 
 
-def source(kind: str, folder: Path) -> Any:
-    rows: list[dict[str, Any]] = [{"input_ids": ids, "loss_mask": mask} for ids, mask in zip(IDS, LOSS, strict=True)]
+def source(kind: str, folder: Path, name: str = "loss_mask") -> Any:
+    rows: list[dict[str, Any]] = [{"input_ids": ids, name: mask} for ids, mask in zip(IDS, LOSS, strict=True)]
     path = folder / f"data.{kind}"
     if kind == "jsonl":
         path.write_text("\n".join(map(json.dumps, rows)))
     elif kind == "safetensors":
-        save_file({"input_ids": torch.tensor(IDS), "loss_mask": torch.tensor(LOSS)}, path)
+        save_file({"input_ids": torch.tensor(IDS), name: torch.tensor(LOSS)}, path)
     elif kind == "parquet":
         import pyarrow as pa
         from pyarrow import parquet
@@ -57,6 +58,16 @@ def test_every_source_of_token_ids_carries_its_loss_mask(kind: str, batch_size: 
     assert data.num_tokens == 8
     assert torch.cat([batch["input_ids"] for batch in data.batches if isinstance(batch, dict)]).tolist() == IDS
     assert not any("attention_mask" in batch for batch in data.batches if isinstance(batch, dict))  # nothing is padded
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "safetensors", "parquet", "hf", "mappings"])
+def test_a_mask_of_another_name_is_told_whatever_holds_it(kind: str, tmp_path: Path) -> None:
+    """As chat templates call theirs (`return_assistant_tokens_mask`); what is no mask of tokens is no matter."""
+    rows = source(kind, tmp_path, "assistant_masks")
+    assert load_dataset_source(rows).unread_masks == load_blocks(rows, max_seq_length=4).unread_masks == {"assistant_masks"}
+    assert not load_dataset_source(source(kind, tmp_path)).unread_masks
+    others = {"mask_ratio": 0.3, "masks": [1, 1, 1, 1], "unmasked": [0, 1], "masked": "0101", "mask": [0, 1, 2, 3]}
+    assert not load_dataset_source([{"input_ids": IDS[0], **others}]).unread_masks
 
 
 def test_it_is_cut_and_padded_with_its_row() -> None:

@@ -325,7 +325,10 @@ def test_a_mask_of_another_name_is_said_not_to_be_read(as_tuple: bool) -> None:
     batch: Any = (ids, mask) if as_tuple else {"input_ids": ids, "key_padding_mask": mask}
     notes = quantize(Masked(), load_dataset_source(DataLoader([batch], batch_size=None)), "sequential")
     name = "position 1" if as_tuple else "key_padding_mask"
-    assert any(note.startswith(f"{name} of the batches is not read as padding") for note in notes)
+    assert any(note.startswith(f"{name} of the batches is not read, and") for note in notes)
+    rows = [{"input_ids": ids[0], "assistant_masks": [0] * 3 + [1] * 3}]
+    notes = quantize(tiny.llama(), load_dataset_source(rows), "basic")
+    assert any(note.startswith("assistant_masks of the batches is not read, and") for note in notes)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -338,10 +341,10 @@ def test_the_mask_of_a_decoder_is_said_not_to_be_read_whatever_its_length(is_pad
     model = tiny.t5(vocab_size=64)
     layer = "encoder.block.0.layer.0.SelfAttention.q"  # those of the decoder do not line up with a padded encoder
     notes = quantize(model, load_dataset_source(DataLoader([batch], batch_size=None)), "basic", layer)  # type: ignore[arg-type]
-    assert any(note.startswith("decoder_attention_mask of the batches is not read as padding") for note in notes)
+    assert any(note.startswith("decoder_attention_mask of the batches is not read, and") for note in notes)
     labels = {"input_ids": ids, "attention_mask": mask, "labels": ids[:, :5].where(decoder_mask == 1, -100)}
     notes = quantize(tiny.t5(vocab_size=64), load_dataset_source(DataLoader([labels], batch_size=None)), "basic", layer)  # type: ignore[arg-type]
-    assert any(note.startswith("-100 among the labels of the batches is not read as padding") for note in notes)
+    assert any(note.startswith("-100 among the labels of the batches is not read, and") for note in notes)
 
 
 @pytest.mark.parametrize("seed", range(6))

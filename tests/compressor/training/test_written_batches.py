@@ -148,3 +148,16 @@ def test_a_buffer_that_changes_its_shape_is_refused_and_the_state_is_as_before(h
             before.append(Snapshot.take(step))
             trainer.train_step(batch)
     assert before[-1].differences(Snapshot.take(step)) == []
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+def test_a_tensor_beside_the_model_that_changes_its_shape_is_refused_in_our_words(mode: str) -> None:
+    kept, model = torch.ones(1), nn.Linear(4, 3)
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        kept.resize_(len(kept) + 1)
+        return model(batch["x"]).square().mean()
+
+    trainer = Trainer(TrainStep(model, loss_fn, sgd(model.parameters(), 0.1)), mode)
+    with pytest.raises(ReplayError, match="resize_"):
+        trainer.fit(lambda number: {"x": torch.ones(2, 4) * number}, 6)

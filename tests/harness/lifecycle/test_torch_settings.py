@@ -95,6 +95,7 @@ def setting(change: Callable[[], object]) -> type[Modifier]:
     ("name", "change"),
     [
         ("what torch.load takes for safe", lambda: torch.serialization.add_safe_globals([io.StringIO])),
+        ("folder of torch.hub", lambda: torch.hub.set_dir("elsewhere")),
         ("checksums of torch.save", lambda: torch.serialization.set_crc32_options(False)),
         ("byte order of torch.load", lambda: torch.serialization.set_default_load_endianness(torch.serialization.LoadEndianness.BIG)),
         ("profiling executor of torch.jit", lambda: torch._C._jit_set_profiling_executor(False)),
