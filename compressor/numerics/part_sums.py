@@ -138,7 +138,7 @@ def check_mean_squares(mean_C: Tensor, name: str) -> None:
     Raises:
         NumericsError: NaN or infinity among them, or the largest lies next to the end of float32.
     """
-    largest = mean_C.max()  # NaN, too, where there is any
+    largest = mean_C.detach().max()  # NaN, too, where there is any
     if not bool(largest.isfinite()):
         raise NumericsError(
             f"{name}: its calibration inputs hold NaN or infinity, or are too large to be squared in float32; check the model in its own "

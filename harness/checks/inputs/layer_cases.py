@@ -1,4 +1,5 @@
-"""What layers are built from and handed: float layers of every shape, plain inputs, those that hurt, and the largest."""
+"""What layers are built from and handed, float layers of every shape, plain inputs, those that hurt, and the largest; and how near their
+outputs come."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from harness.checks.catalogue.registry import CheckFailed
 from harness.checks.protocols import Layer
 from harness.checks.strategies import hurtful, uniform
 
@@ -160,3 +162,46 @@ def largest_input(case: LayerCase, x: Tensor) -> Tensor:
     sums = wide.abs() @ case.weight.abs().t()
     most = min(float(torch.finfo(x.dtype).max), 2.0**100) / 4
     return (wide * (most / max(float(sums.max()), float(wide.abs().max()), 1e-30))).to(x.dtype)
+
+
+def answer(layer: nn.Module, x: Tensor, what: str) -> Tensor | None:
+    """Run a layer on what it may refuse.
+
+    Args:
+        layer: of a subject.
+        x: its input.
+        what: it is, for the error.
+
+    Returns:
+        What comes out; None where the layer refuses it.
+
+    Raises:
+        CheckFailed: it refuses without a message.
+    """
+    try:
+        found: Tensor = layer(x)
+    except Exception as error:  # the subject may refuse with any class
+        if not str(error).strip():
+            raise CheckFailed(f"{what}: {type(error).__name__} came without a message") from error
+        return None
+    return found
+
+
+def hold_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Hold outputs as near as another order of additions: a T3 of the norm, which one output that is near zero does not decide.
+
+    Args:
+        actual: outputs of a layer.
+        expected: those that they should be.
+        what: they are, for the error.
+
+    Raises:
+        CheckFailed: another dtype, shape, or values further off than 8 u.
+    """
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        raise CheckFailed(f"{what}: {actual.dtype} {list(actual.shape)}, not {expected.dtype} {list(expected.shape)}")
+    wide, error = expected.to(torch.float64), actual.to(torch.float64) - expected.to(torch.float64)
+    error = error.masked_fill((actual == expected) | (actual.isnan() & expected.isnan()), 0.0)  # infinities are equal, too
+    wide = wide.masked_fill(~wide.isfinite(), 0.0)
+    if not float(error.norm()) <= 8 * float(torch.finfo(expected.dtype).eps) * float(wide.norm()):
+        raise CheckFailed(f"{what}: relative error {float(error.norm() / wide.norm()):.3g}")

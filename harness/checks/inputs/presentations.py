@@ -68,13 +68,27 @@ TENSORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
         "a transposed view of a Parameter": lambda x: _view_of_parameter(x),
     }
 )
+# What a tensor of floats may be whatever its layout, which it keeps.
+HELD: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        "as a plain tensor": lambda x: x,
+        "as a Parameter": nn.Parameter,
+        "as a frozen Parameter": lambda x: nn.Parameter(x, requires_grad=False),
+        "as a result that has a gradient": lambda x: _view_of_leaf(x),
+    }
+)
 GRAD_MODES: Mapping[str, Callable[[], AbstractContextManager[object]]] = MappingProxyType(
     {"where gradients are on": torch.enable_grad, "where gradients are off": torch.no_grad}
 )
 
 
-# All ways of handing in a tensor of floats, by words.
-WAYS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"as it is": torch.clone, **LAYOUTS, **EXPANDED, **TENSORS})
+# All layouts, by words.
+WAYS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"as it is": torch.clone, **LAYOUTS, **EXPANDED})
+
+
+def _view_of_leaf(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return x.detach().requires_grad_()[...]
 
 
 def _with_history(x: Tensor) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +14,16 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.memory import hold_memory
-from harness.checks.inputs.pairs import pairwise
+from harness.checks.inputs.pairs import in_words, pairwise
 from harness.checks.inputs.planted import POWERS, is_exact, middles_of, tied, tied_weights
-from harness.checks.inputs.presentations import GRAD_MODES, WAYS, presentations
+from harness.checks.inputs.presentations import GRAD_MODES, HELD, LAYOUTS, WAYS, presentations
 from harness.checks.inputs.solver_problems import (
     Problem,
     each_problem,
     group_of,
+    hessian_of,
     hold_values,
+    must_raise,
     per_value,
     permuted,
     problem,
@@ -29,7 +34,7 @@ from harness.checks.inputs.solver_problems import (
 )
 from harness.checks.oracles import damped, nearest, quadratic_loss, solve_dense
 from harness.checks.protocols import Quantized, Solved, Solver
-from harness.checks.strategies import decisive
+from harness.checks.strategies import NOT_FINITE, decisive
 
 
 @register(
@@ -272,15 +277,15 @@ def _hold_memory(subject: Solver, one: Problem) -> None:
     hold_memory(lambda weight, hessian: subject.solve([weight], hessian), "solve", weights, hessians)
 
 
-_LAID = (
-    *("as it is", "a transposed view", "every other column", "a part of a larger tensor"),
-    *("a Parameter", "a result that has a gradient", "a transposed view of a Parameter"),
-)
+_LAID = ("as it is", "a transposed view", "every other column", "a part of a larger tensor")
 _MEETING = {
     "asked": ("alone", "between two others", "on given scales"),
     "inputs": ("many tokens", "few tokens", "dead columns"),
     "values": ("drawn", "a row of zeros", "large", "small"),
+    "held": tuple(HELD),
     "hessian": _LAID[::3],
+    "hessian held": tuple(HELD),
+    "planted": NOT_FINITE,
     "block": (None, 7),
     "dtype": (torch.float32, torch.bfloat16),
     "grad": tuple(GRAD_MODES),
@@ -290,7 +295,7 @@ _MEETING = {
 @register(
     None,
     "conditions_meet",
-    "Any two of rows, dtype, values, layouts, gradients, tokens and what is asked may meet: the dense oracle's loss, and codes as always",
+    "Any two of rows, dtype, values, layouts, gradients, tokens and what is asked may meet: the oracle's loss, codes as always, and no NaN",
     kind="solver",
 )
 def conditions_meet(subject: Solver, context: CheckContext) -> str:
@@ -301,11 +306,20 @@ def conditions_meet(subject: Solver, context: CheckContext) -> str:
         one = _met(columns, **case)
         alone = solve(subject, one.weight, one.hessian)
         _hold_oracle(subject, one, alone)
-        weight, hessian = WAYS[case["laid"]](one.weight), WAYS[case["hessian"]](one.hessian)
+        asked = partial(_asked, subject, case, like=alone)
         with GRAD_MODES[case["grad"]]():
-            found = _asked(subject, case["asked"], weight, hessian, case["block"], alone)
+            found = asked(one.weight, one.hessian)
+            weight, hessian = one.weight.clone(), one.hessian.clone()
+            weight[-1, -1] = hessian[-1, -1] = case["planted"]
+            must_raise(lambda: asked(weight, one.hessian), f"{case['planted']} in the weight, {one.name}")  # noqa: B023 - called at once
+            must_raise(lambda: asked(one.weight, hessian), f"{case['planted']} in H, {one.name}")  # noqa: B023 - called at once
         _hold_alike(found, alone, one.name)
+        if alone.loss is not None and (found.loss is None or not abs(found.loss - alone.loss) <= _NEAR_LOSS * abs(alone.loss)):
+            raise CheckFailed(f"{one.name}: a loss of {found.loss} is reported, for an ordinary weight alone {alone.loss}")
     return f"{len(cases)} problems"
+
+
+_NEAR_LOSS = 0.05  # of codes of which few may differ
 
 
 def _met(columns: int, rows: int, inputs: str, values: str, dtype: torch.dtype, **others: object) -> Problem:
@@ -319,15 +333,70 @@ def _met(columns: int, rows: int, inputs: str, values: str, dtype: torch.dtype, 
     return replace(one, weight=(one.weight * {"large": 2.0**12, "small": 2.0**-30}.get(values, 1)).to(dtype))
 
 
-def _asked(subject: Solver, how: str, weight: Tensor, hessian: Tensor, block: int | None, alone: Solved) -> Solved:
+def _asked(subject: Solver, case: Mapping[str, Any], plain: Tensor, plain_hessian: Tensor, *, like: Solved) -> Solved:
     """Solve as a case says; who takes no scales is asked as usual."""
-    if how == "between two others":
-        return subject.solve([weight.detach().flip(0) * -0.3, weight, weight.detach().roll(1, 0)], hessian, block)[1]
-    like = alone.quantized if how == "on given scales" and alone.group_C is None else None
+    weight = HELD[case["held"]](WAYS[case["laid"]](plain))
+    hessian = HELD[case["hessian held"]](WAYS[case["hessian"]](plain_hessian))
+    block = case["block"]
+    if case["asked"] == "between two others":
+        others = like.values.to(weight.dtype)
+        return subject.solve([others.flip(0) * -0.3, weight, others.roll(1, 0)], hessian, block)[1]
+    given = like.quantized if case["asked"] == "on given scales" and like.group_C is None else None
     try:
-        return solve(subject, weight, hessian, block, like)
+        return solve(subject, weight, hessian, block, given)
     except NothingToCheckError:
         return solve(subject, weight, hessian, block)
+
+
+_TOKENS: tuple[tuple[int, ...], ...] = ((40,), (1, 40), (1,), (), (2, 40), (1, 1), (2, 3, 20), (1, 1, 40), (1, 2, 20))
+_NO_TOKENS: tuple[tuple[int, ...], ...] = ((0,), (3, 0), (0, 3), (2, 0, 3))
+_BATCHES = {
+    "shape": _TOKENS,
+    "laid": ("as it is", *LAYOUTS),
+    "held": tuple(HELD),
+    "beside": ("alone", "before another", "behind another"),
+    "dtype": (torch.float32, torch.bfloat16),
+    "grad": tuple(GRAD_MODES),
+}
+
+
+@register(
+    None,
+    "batches_meet",
+    "Any two of tokens, rank, dtype, layout, gradients and place of a batch may meet: H is 2 * mean(x x^T), and NaN or no token is refused",
+    kind="solver",
+)
+def batches_meet(subject: Solver, context: CheckContext) -> str:
+    """Accumulate batches for each pair of conditions, with and without a planted value, and batches without tokens."""
+    generator = torch.Generator().manual_seed(13)
+    columns = problems(subject)[0].weight.shape[1]
+    other = torch.randn(10, columns, generator=generator) * 0.1
+    cases = pairwise({**_BATCHES, "planted": NOT_FINITE}, {"shape": [shape for shape in _TOKENS if math.prod(shape) == 1]})
+    for case in cases:
+        x = torch.randn((*case["shape"], columns), generator=generator).to(case["dtype"])
+        H, exact = _accumulated(subject, case, x, other).to(torch.float64), hessian_of(_together(case, x, other)).to(torch.float64)
+        if not (error := float((H - exact).norm() / exact.norm())) <= 1e-5:
+            raise CheckFailed(f"{in_words(case)}: H is not 2 * mean(x x^T): relative error {error:.3g}")
+        x.view(-1)[-1] = case["planted"]
+        weight = problems(subject)[0].weight
+        must_raise(lambda: subject.solve([weight], _accumulated(subject, case, x, other)), in_words(case))  # noqa: B023 - called at once
+    empty = pairwise({**_BATCHES, "shape": _NO_TOKENS, "beside": ("alone",)})
+    for case in empty:
+        x = torch.zeros((*case["shape"], columns), dtype=case["dtype"])
+        must_raise(lambda: _accumulated(subject, case, x, other), f"no token at all, {in_words(case)}")  # noqa: B023 - called at once
+    return f"{len(cases) + len(empty)} sets of batches"
+
+
+def _accumulated(subject: Solver, case: Mapping[str, Any], x: Tensor, other: Tensor) -> Tensor:
+    batch = HELD[case["held"]](WAYS[case["laid"]](x))
+    with GRAD_MODES[case["grad"]]():
+        return subject.hessian({"alone": [batch], "before another": [batch, other], "behind another": [other, batch]}[case["beside"]])
+
+
+def _together(case: Mapping[str, Any], x: Tensor, other: Tensor) -> Tensor:
+    """The tokens of all batches, in float32."""
+    flat = x.reshape(-1, x.shape[-1]).float()
+    return flat if case["beside"] == "alone" else torch.cat([flat, other])
 
 
 def _hold_oracle(subject: Solver, one: Problem, solved: Solved) -> None:

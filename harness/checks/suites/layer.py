@@ -17,15 +17,17 @@ from harness.checks.catalogue.kinds import SideEffectError
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.layer_cases import (
     LayerCase,
+    answer,
     block_shapes,
     float_linear,
+    hold_close,
     hurtful_inputs,
     largest_input,
     layer_shapes,
     plain_inputs,
 )
 from harness.checks.inputs.pairs import pairwise
-from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, TENSORS, WAYS, layouts
+from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, HELD, TENSORS, WAYS, layouts
 from harness.checks.protocols import Layer
 from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, uniform
 from harness.lifecycle.driving.snapshot import Held, Snapshot, describe_change, freeze, module_items
@@ -120,7 +122,7 @@ def product(subject: Layer, context: CheckContext) -> str:
 @register(
     None,
     "conditions_meet",
-    "Any two of shape, bias, dtype, mode, tokens, layout, gradients and size of values may meet: the product as above",
+    "Any two of shape, bias, dtype, mode, tokens, layout, kind of tensor, gradients and values may meet: the product, and NaN stays",
     kind="layer",
 )
 def conditions_meet(subject: Layer, context: CheckContext) -> str:
@@ -129,14 +131,17 @@ def conditions_meet(subject: Layer, context: CheckContext) -> str:
         {
             "tokens": _MEETING,
             "laid": tuple(WAYS),
+            "held": tuple(HELD),
             "shape": [*layer_shapes(subject), *large_shapes(subject.column_multiple)],
             "dtype": subject.dtypes,
             "values": ("usual", "large", "small", "rows of zeros"),
             "bias": (True, False),
             "mode": ("training", "evaluation"),
             "grad": tuple(GRAD_MODES),
+            "planted": NOT_FINITE,
         },
-        {"laid": tuple(EXPANDED), "bias": (True,)},  # a bias hides what becomes of small inputs
+        # A bias hides what becomes of small inputs, and the rows of a single token are one row whatever is done to them.
+        {"laid": tuple(EXPANDED), "bias": (True,), "tokens": [sizes for sizes in _MEETING if math.prod(sizes) == 1]},
     )
     built: dict[object, LayerCase] = {}
     for one in cases:
@@ -148,7 +153,7 @@ def conditions_meet(subject: Layer, context: CheckContext) -> str:
 
 
 # Few tokens, one and many, in two to four dimensions.
-_MEETING = ((7,), (1,), (130,), (2, 3), (1, 1), (2, 65), (2, 3, 2), (1, 1, 1), (2, 5, 13))
+_MEETING = ((7,), (1,), (130,), (2, 3), (1, 1), (1, 9), (2, 65), (2, 3, 2), (1, 1, 1), (2, 5, 13))
 
 
 def _hold_meeting(case: LayerCase, one: Mapping[str, Any]) -> None:
@@ -159,18 +164,33 @@ def _hold_meeting(case: LayerCase, one: Mapping[str, Any]) -> None:
         x = x * (hurtful("small", (1, x.shape[-1]), x.dtype).abs().amax() / x.abs().amax())
     elif one["values"] == "rows of zeros":
         x.view(-1, x.shape[-1])[1::2] = 0
-    given = WAYS[one["laid"]](x)
+    given = HELD[one["held"]](WAYS[one["laid"]](x))
     case.layer.train(one["mode"] == "training")
     with GRAD_MODES[one["grad"]]():
         actual = case.layer(given).detach()
     bias = "" if one["bias"] else ", no bias"
-    where = f"weight {list(one['shape'])}{bias}, {one['laid']}, {one['values']}, {one['grad']}, in {one['mode']} mode"
+    laid = f"{one['laid']}, {one['held']}"
+    where = f"weight {list(one['shape'])}{bias}, {laid}, {one['values']}, {one['grad']}, in {one['mode']} mode"
     _hold_output(case, actual, given.detach().clone(memory_format=torch.contiguous_format), where)
+    x.view(-1)[0 if one["laid"] in EXPANDED else -1] = one["planted"]
+    planted = HELD[one["held"]](WAYS[one["laid"]](x))
+    with GRAD_MODES[one["grad"]]():
+        found = answer(case.layer, planted, where)
+    if found is not None:
+        _hold_planted(case, planted.detach().clone(memory_format=torch.contiguous_format), found.detach(), f"{one['planted']}, {where}")
+
+
+def _hold_planted(case: LayerCase, x: Tensor, found: Tensor, what: str) -> None:
+    """Whatever NaN comes into, and infinity where no quantizer cuts it off, is no number."""
+    seen = case.subject.expected_input(case.layer, x)
+    hit = (x.isnan() | (x.isinf() & ~seen.isfinite())).any(-1)
+    if bool(found[hit].isfinite().any()):
+        raise CheckFailed(f"{what}: {int(found[hit].isfinite().sum())} of {found[hit].numel()} outputs of these tokens are numbers")
 
 
 # Tokens, sequences, a single token, and none; and one step of several sequences, and more dimensions.
 _LEADING = ((7,), (2, 3), (1, 1), (0, 4))
-_MORE_LEADING = ((1,), (3, 1), (2, 3, 2), (3, 3), (2, 2, 3))
+_MORE_LEADING = ((1,), (3, 1), (2, 3, 2), (3, 3), (2, 2, 3), (0,), (2, 0, 3))
 
 
 def _hold_plain(case: LayerCase, columns: int, dtype: torch.dtype) -> float:
@@ -211,25 +231,13 @@ def _hold_nonfinite(case: LayerCase, columns: int, dtype: torch.dtype) -> None:
         given[place] = value
         what = f"{value} at {list(place)} of {list(x.shape)} in {dtype}"
         with torch.no_grad():
-            found, alone = _answer(case.layer, given, what), case.layer(x)
+            found, alone = answer(case.layer, given, what), case.layer(x)
         if found is None:
             continue
-        seen, token = case.subject.expected_input(case.layer, given), place[:2]
-        if (math.isnan(value) or not bool(seen[place].isfinite())) and bool(found[token].isfinite().any()):
-            raise CheckFailed(f"{what}: {int(found[token].isfinite().sum())} of {len(found[token])} outputs of that token are numbers")
+        _hold_planted(case, given, found, what)
+        seen = case.subject.expected_input(case.layer, given)
         others = (seen == case.subject.expected_input(case.layer, x)).all(-1)  # one scale for all tokens is no number any more
-        _hold_close(found[others], alone[others], f"{what}: another output of tokens that are as before")
-
-
-def _answer(layer: nn.Module, x: Tensor, what: str) -> Tensor | None:
-    """What comes out; None where the layer refuses it."""
-    try:
-        found: Tensor = layer(x)
-    except Exception as error:  # the subject may refuse with any class
-        if not str(error).strip():
-            raise CheckFailed(f"{what}: {type(error).__name__} came without a message") from error
-        return None
-    return found
+        hold_close(found[others], alone[others], f"{what}: another output of tokens that are as before")
 
 
 def _hold_product(case: LayerCase, x: Tensor, where: str, *, num_more: int = 1, least: float = 0.0) -> float:
@@ -268,21 +276,10 @@ def _run_again_and_again(layer: nn.Module, x: Tensor, num_more: int) -> Tensor:
             actual, around = _watched_from(around, layer, x)
             if not torch.equal(first, actual):
                 raise CheckFailed(f"{what}: a later forward gives another output than the first one")
-    _hold_close(trained, first, f"{what}: where gradients are on, another output than where they are off")
+    hold_close(trained, first, f"{what}: where gradients are on, another output than where they are off")
     if changed := [key for key, value in _standing(layer).items() if before.get(key, ()) != value]:
         raise CheckFailed(f"a forward has changed the {' '.join(changed[0])} of the layer, or added to it")
     return first
-
-
-def _hold_close(actual: Tensor, expected: Tensor, what: str) -> None:
-    """As near as another order of additions; a T3 of the norm, which one output that is near zero does not decide."""
-    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-        raise CheckFailed(f"{what}: {actual.dtype} {list(actual.shape)}, not {expected.dtype} {list(expected.shape)}")
-    wide, error = expected.to(torch.float64), actual.to(torch.float64) - expected.to(torch.float64)
-    error = error.masked_fill((actual == expected) | (actual.isnan() & expected.isnan()), 0.0)  # infinities are equal, too
-    wide = wide.masked_fill(~wide.isfinite(), 0.0)
-    if not float(error.norm()) <= 8 * float(torch.finfo(expected.dtype).eps) * float(wide.norm()):
-        raise CheckFailed(f"{what}: relative error {float(error.norm() / wide.norm()):.3g}")
 
 
 def _standing(layer: nn.Module) -> dict[tuple[str, str], object]:
@@ -340,13 +337,13 @@ def _hold_presentations(layer: nn.Module, x: Tensor) -> None:
     where, around = f"an input of {list(x.shape)} in {x.dtype}", Snapshot.of_surroundings()
     with torch.no_grad():
         for name, view, plain in layouts(x):
-            _hold_close(_unchanged(layer, view), layer(plain), f"{where}, {name}: another output than for a contiguous input")
+            hold_close(_unchanged(layer, view), layer(plain), f"{where}, {name}: another output than for a contiguous input")
         whole = layer(x)
     for mode, grad in GRAD_MODES.items():
         for name, make in TENSORS.items():
             with grad():
                 actual = _unchanged(layer, make(x)).detach()
-            _hold_close(actual, whole, f"{where}, {name}, {mode}: another output than for an ordinary input")
+            hold_close(actual, whole, f"{where}, {name}, {mode}: another output than for an ordinary input")
     if changed := around.differences(Snapshot.of_surroundings(), ("threads",)):
         raise SideEffectError(f"{where}: a forward has changed something of the process: {changed[0]}", str(changed[0]))
 
@@ -391,7 +388,7 @@ def copies(subject: Layer, context: CheckContext) -> str:
                 expected = source(x).clone()
                 for name, made in _offspring(subject, source, shape, dtype, bias, x):
                     what = f"{list(shape)} in {dtype}, {name}"
-                    _hold_close(made.eval()(x), expected, f"{what}: another output than the layer that it came from")
+                    hold_close(made.eval()(x), expected, f"{what}: another output than the layer that it came from")
                     count += 1
                 _hold_apart(
                     source, subject.build(float_linear(shape, dtype, bias, name="outliers", seed=5)), f"{list(shape)} in {dtype}", x
@@ -438,7 +435,7 @@ def _hold_apart(source: nn.Module, other: nn.Module, what: str, x: Tensor) -> No
             kept = "layer" if whose == "copy" else "copy"
             if freeze(stays.state_dict()) != before:
                 raise CheckFailed(f"{what}: the {whose} {name}, and the state dict of the {kept} has changed with it")
-            _hold_close(stays(x), expected, f"{what}: the {whose} {name}, and the {kept} gives another output")
+            hold_close(stays(x), expected, f"{what}: the {whose} {name}, and the {kept} gives another output")
 
 
 @register(
@@ -496,4 +493,4 @@ def _hold_runs(subject: Layer, linear: Callable[[], nn.Linear], dtype: torch.dty
         if when.endswith("there"):
             layer(there)
         what = f"an input of {list(here.shape)}, of a layer that went to {dtype} and back, and has run {when}"
-        _hold_close(layer.to(torch.float32)(here), only_moved, f"{what}: another output than one that was only moved")
+        hold_close(layer.to(torch.float32)(here), only_moved, f"{what}: another output than one that was only moved")

@@ -12,7 +12,7 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.memory import hold_memory
 from harness.checks.inputs.pairs import in_words, pairwise
-from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, WAYS
+from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, HELD, WAYS
 from harness.checks.oracles import RULES, nearest
 from harness.checks.protocols import Observer, Quantized
 from harness.checks.strategies import NOT_FINITE
@@ -140,7 +140,7 @@ def scales_positive(subject: Observer, context: CheckContext) -> str:
     for dtype in _DTYPES:
         for kind in _KINDS:
             found = subject.observe(_batches(kind, dtype))
-            wide = found.scale.to(torch.float64)
+            wide = _in_all(found)
             if not bool((wide.isfinite() & (wide > 0)).all()):
                 raise CheckFailed(f"{kind} in {dtype}: scale {wide.flatten()[:3].tolist()}")
             zero = torch.zeros(1) if found.zero_point is None else found.zero_point.to(torch.float64)
@@ -170,11 +170,17 @@ def _hold_rule(subject: Observer, found: Quantized, batches: Sequence[Tensor], w
     scale, zero = RULES[str(subject.scale_rule)](flat, subject.code_values)
     # Whoever gives a scale in float32 has not measured the width in the dtype of the batches.
     eps = float(torch.finfo(found.scale.dtype).eps)
-    actual = float(found.scale.to(torch.float64).reshape(()))
+    actual = float(_in_all(found).reshape(()))
     if abs(actual - float(scale)) > 2 * eps * float(scale):
         raise CheckFailed(f"{what}: scale {actual:.9g}, the rule {subject.scale_rule} says {float(scale):.9g}")
-    if zero is not None and found.zero_point is not None:
-        _hold_zero(found, zero, subject, eps, what)
+    if found.zero_point is not None:
+        _hold_zero(found, torch.zeros(1) if zero is None else zero, subject, eps, what)
+
+
+def _in_all(found: Quantized) -> Tensor:
+    """What a code counts: the scale, over the scale of all scales where there is one."""
+    wide = found.scale.to(torch.float64)
+    return wide if found.global_scale is None else wide / found.global_scale.to(torch.float64)
 
 
 def _hold_zero(found: Quantized, zero: Tensor, subject: Observer, eps: float, what: str) -> None:
@@ -281,7 +287,7 @@ def _errors(subject: Observer, found: Quantized, batches: Sequence[Tensor], what
     scale, zero = RULES["half_range" if found.zero_point is None else "range"](flat[None], subject.code_values)
     own_zero = 0.0 if found.zero_point is None else float(found.zero_point)
     full_zero = 0.0 if zero is None else float(zero.round())
-    own = _error(flat, float(found.scale), own_zero, subject.code_values)
+    own = _error(flat, float(_in_all(found)), own_zero, subject.code_values)
     full = _error(flat, float(scale), full_zero, subject.code_values) if float(scale) else 0.0
     if not own <= most * full + 1e-30:
         raise CheckFailed(f"{what}: an error of {own:.6g}, with the full range it is {full:.6g}")
@@ -294,16 +300,18 @@ def _error(flat: Tensor, scale: float, zero: float, grid: Tensor) -> float:
 
 @register(42, "refuses_nothing", "No value at all raises an error with a message: there is no range", kind="observer")
 def refuses_nothing(subject: Observer, context: CheckContext) -> str:
-    """Observe no batch, and batches without values."""
-    for name, batches in {"no batch": [], "batches without values": [torch.zeros(0, 16), torch.zeros(2, 0, 16)]}.items():
-        try:
-            subject.observe(batches)
-        except Exception as error:  # the subject may refuse with any class
-            if not str(error).strip():
-                raise CheckFailed(f"{name}: {type(error).__name__} came without a message") from error
-            continue
-        raise CheckFailed(f"{name}: a scale came out of nothing")
-    return "no batch, and batches without values"
+    """Observe no batch, and batches without values, of every rank and dtype."""
+    _refused(subject, [], "no batch")
+    cases = pairwise({"shape": _EMPTY, "another": (None, *_EMPTY), "dtype": _DTYPES, "held": tuple(HELD), "grad": tuple(GRAD_MODES)})
+    for one in cases:
+        shapes = [shape for shape in (one["shape"], one["another"]) if shape is not None]
+        batches = [HELD[one["held"]](torch.zeros(shape, dtype=one["dtype"])) for shape in shapes]
+        with GRAD_MODES[one["grad"]]():
+            _refused(subject, batches, f"batches without values, {in_words(one)},")
+    return f"no batch, and {len(cases)} sets of batches without values"
+
+
+_EMPTY: tuple[tuple[int, ...], ...] = ((0,), (0, 16), (16, 0), (2, 0, 16), (2, 3, 0), (1, 0, 2, 16), (0, 0))
 
 
 _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -324,6 +332,7 @@ _MEETING = (
     (130, 16),
     (2, 1000),
     (2, 3, 16),
+    (1, 13, 16),
     (5, 130, 16),
     (2, 5, 13, 16),
     (2, 3, 2, 3, 4),
@@ -349,6 +358,7 @@ _BESIDE: Mapping[str, tuple[int, ...] | None] = {
 _AT: Mapping[str, int | None] = {"anywhere": None, "at the beginning": 0, "at the end": -1}
 _CONDITIONS: Mapping[str, Sequence[Any]] = {
     "laid": tuple(WAYS),
+    "held": tuple(HELD),
     "shape": _MEETING,
     "decides": tuple(_DECIDES),
     "beside": tuple(_BESIDE),
@@ -356,14 +366,18 @@ _CONDITIONS: Mapping[str, Sequence[Any]] = {
     "dtype": _DTYPES,
     "grad": tuple(GRAD_MODES),
 }
-# Where values are all the same nobody sees that some were left out.
-_MASKING: Mapping[str, Sequence[str]] = {"laid": tuple(EXPANDED), "values": ("zeros", "a constant")}
+# Where values are all the same nobody sees that some were left out, and a single row or column lies as it does in any layout.
+_MASKING: Mapping[str, Sequence[Any]] = {
+    "laid": tuple(EXPANDED),
+    "values": ("zeros", "a constant"),
+    "shape": [shape for shape in _MEETING if 1 in shape and len(shape) < 3],
+}
 
 
 @register(
     None,
     "conditions_meet",
-    "Any two of shape, dtype, layout, gradients, values, and which of how many batches decides may meet: the rule, or what plain ones give",
+    "Any two of shape, dtype, layout, kind of tensor, gradients, values and the batch that decides may meet: the rule, or as of plain ones",
     kind="observer",
 )
 def conditions_meet(subject: Observer, context: CheckContext) -> str:
@@ -397,5 +411,5 @@ def _met(one: Mapping[str, Any], values: Callable[[Tensor], Tensor], others: Cal
         if at is not None and not is_other:
             draw.view(-1)[at] = 3.0
         batch = (others(draw) * 0.01 if is_other else values(draw)).to(one["dtype"])
-        batches.append(WAYS[one["laid"]](batch) if batch.dim() else batch)
+        batches.append(HELD[one["held"]](WAYS[one["laid"]](batch) if batch.dim() else batch))
     return batches

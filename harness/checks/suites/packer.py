@@ -262,8 +262,8 @@ def _must_refuse(subject: Packer, codes: Tensor, what: str) -> None:
 
 
 # Rows, and columns in units of those that a word needs; the other way round where words run down the columns.
-_MEETING = ((3, 13), (13, 13), (1, 13), (5, 1), (1, 1), (521, 3), (3, 1031), (0, 13))
-_ONE_DIMENSION = ((13,), (1,), (1031,))
+_MEETING = ((3, 13), (3, 16), (13, 13), (1, 13), (5, 1), (1, 1), (521, 3), (3, 1031), (0, 13))
+_ONE_DIMENSION = ((13,), (32,), (1,), (1031,))
 _CODES = ("drawn", "all the first", "all the last")
 
 
@@ -293,7 +293,8 @@ def _codes(subject: Packer, shape: tuple[int, ...], leading: tuple[int, ...], ki
 def conditions_meet(subject: Packer, context: CheckContext) -> str:
     """Pack codes for each pair of conditions."""
     ways = {"as they are": torch.clone, **LAID, **EXPANDED}
-    masking = {"laid": tuple(EXPANDED), "shape": (*_ONE_DIMENSION, _MEETING[-1]), "codes": _CODES[1:]}
+    little = [shape for shape in _MEETING if min(shape) < 2]  # none, or one row or column, which lies as it does in any layout
+    masking = {"laid": tuple(EXPANDED), "shape": (*_ONE_DIMENSION, *little), "codes": _CODES[1:]}
     cases = pairwise(
         {
             "laid": tuple(ways),

@@ -8,7 +8,7 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import Examined, each_weight, examine, held_in, hold_nearest, hold_same, refuse
 from harness.checks.inputs.pairs import pairwise
-from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, WAYS, places, presentations
+from harness.checks.inputs.presentations import EXPANDED, GRAD_MODES, HELD, WAYS, places, presentations
 from harness.checks.oracles import RULES, e4m3_grid, units
 from harness.checks.protocols import Quantizer
 from harness.checks.strategies import NOT_FINITE, hurtful, large_shapes, shapes
@@ -248,26 +248,29 @@ _VARIED = (
 @register(
     None,
     "conditions_meet",
-    "Any two of shape, dtype, layout, gradients and kind of values may meet: the nearest codes, and those of an ordinary tensor",
+    "Any two of shape, dtype, layout, kind of tensor, gradients and values may meet: the nearest codes, as of ordinary tensors; no NaN",
     kind="quantizer",
 )
 def conditions_meet(subject: Quantizer, context: CheckContext) -> str:
     """Quantize a weight for each pair of conditions."""
     multiple = subject.column_multiple
     square = (16, 16) if multiple == 1 else (2 * multiple, 2 * multiple)
+    sizes = [*shapes(multiple), square, *large_shapes(multiple)]
     cases = pairwise(
         {
             "laid": tuple(WAYS),
-            "shape": [*shapes(multiple), square, *large_shapes(multiple)],
+            "held": tuple(HELD),
+            "shape": sizes,
             "values": (*_VARIED, "zeros"),
             "dtype": subject.dtypes,
             "grad": tuple(GRAD_MODES),
         },
-        {"laid": tuple(EXPANDED), "values": ("zeros",)},
+        {"laid": tuple(EXPANDED), "values": ("zeros",), "shape": [size for size in sizes if 1 in size]},
     )
     for one in cases:
-        weight = WAYS[one["laid"]](hurtful(one["values"], one["shape"], one["dtype"], group=max(8, multiple)))
-        what = f"{one['values']} {list(weight.shape)} {one['dtype']}, {one['laid']}, {one['grad']}"
+        made = hurtful(one["values"], one["shape"], one["dtype"], group=max(8, multiple))
+        weight = HELD[one["held"]](WAYS[one["laid"]](made))
+        what = f"{one['values']} {list(weight.shape)} {one['dtype']}, {one['laid']}, {one['held']}, {one['grad']}"
         plain = weight.detach().clone(memory_format=torch.contiguous_format)
         found = examine(subject, plain)
         try:
@@ -276,4 +279,7 @@ def conditions_meet(subject: Quantizer, context: CheckContext) -> str:
             raise CheckFailed(f"{what}: {broken}") from broken
         with GRAD_MODES[one["grad"]]():
             hold_same(subject.quantize(weight), found.quantized, what)
+            if "refuses_nonfinite" in subject.tags:
+                made[(0, 0) if one["laid"] in EXPANDED else (-1, -1)] = float("nan")
+                _must_refuse(subject, HELD[one["held"]](WAYS[one["laid"]](made)), f"NaN among {what}")
     return f"{len(cases)} weights"

@@ -11,7 +11,7 @@ from torch import Tensor
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.pairs import in_words, pairwise, told_of
-from harness.checks.inputs.presentations import GRAD_MODES, LAYOUTS, TENSORS, WAYS
+from harness.checks.inputs.presentations import GRAD_MODES, HELD, LAYOUTS, WAYS
 from harness.checks.inputs.prune_weights import (
     DTYPES,
     FEW_LARGE,
@@ -329,6 +329,10 @@ _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_UNITS = (0, -26, 26)
+"""Of inputs, as powers of two of their squares: 1, 1e-4 and 1e4."""
+
+
 @register(
     None,
     "inputs_count",
@@ -338,15 +342,16 @@ _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
 def inputs_count(subject: Sparsifier, context: CheckContext) -> str:
     """Give few columns large inputs, all of which may stay: who looks at weights alone, or mixes up rows and columns, drops some.
 
-    Any two of shape, dtype and values meet, with and without an input that is always zero, or weights that are zero.
+    Any two of shape, dtype, values and the unit of inputs meet, with and without an input that is always zero, or weights that are zero.
     """
     shapes = [shape for shape in pruned_shapes(subject) if num_large(subject, shape[1])]
     if not shapes:
         raise NothingToCheckError("the subject keeps nothing, or all")
     shares, reads, keeps_dead = [], _says_that_it_reads(subject), []
-    cases = pairwise({"inputs": FEW_LARGE, "shape": shapes, "dtype": DTYPES, "values": tuple(_VALUES)})
+    cases = pairwise({"inputs": FEW_LARGE, "shape": shapes, "dtype": DTYPES, "values": tuple(_VALUES), "unit": _UNITS})
     for case in cases:
         weight, hessian, is_large = few_large_inputs(subject, case["inputs"], case["shape"], context)
+        hessian = hessian * 2.0 ** case["unit"]
         weight = _VALUES[case["values"]](weight).to(case["dtype"])
         one = Pruned(weight, hessian, subject.prune(weight, hessian))
         with told_of(in_words(case)):
@@ -371,7 +376,7 @@ def _hold_magnitudes(subject: Sparsifier, weight: Tensor, context: CheckContext)
     """Inputs of another unit choose the same weights: what is added to a Hessian, or a floor of it, is relative to it."""
     hessian = hessian_of(weight.shape[1], context)
     plain = _loss(weight, subject.prune(weight, hessian), hessian)
-    for power in (-26, 26):  # inputs of 1e-4 and 1e4
+    for power in _UNITS[1:]:
         if not (loss := _loss(weight, subject.prune(weight, hessian * 2.0**power), hessian)) <= 1.01 * plain:
             raise CheckFailed(f"2^{power // 2} times the inputs: the zeros lose {loss / plain:.3g} times what they do without")
 
@@ -384,27 +389,40 @@ def _share_of_chance(subject: Sparsifier, one: Pruned, is_large: Tensor) -> tupl
     return float(shares.max()), int(shares.argmax())
 
 
-_LAID = ("as it is", *LAYOUTS, *TENSORS)
-_MEETING = {"hessian": _LAID[::4], "values": tuple(_VALUES), "dtype": DTYPES, "grad": tuple(GRAD_MODES)}
+_LAID = ("as it is", *LAYOUTS)
+_MEETING = {
+    "held": tuple(HELD),
+    "hessian": _LAID[::3],
+    "hessian held": tuple(HELD),
+    "unit": _UNITS,
+    "values": tuple(_VALUES),
+    "dtype": DTYPES,
+    "grad": tuple(GRAD_MODES),
+}
 _INPUTS = ("correlated", FEW_LARGE[1], TIES[1])
 
 
 @register(
     None,
     "conditions_meet",
-    "Any two of shape, dtype, values, inputs, layouts and gradients may meet: zeros and losses as ever, and what an ordinary weight gives",
+    "Any two of shape, dtype, values, inputs, their unit, layouts and gradients may meet: zeros and losses as ever, as of ordinary weights",
     kind="sparsifier",
 )
 def conditions_meet(subject: Sparsifier, context: CheckContext) -> str:
     """Prune for each pair of conditions, and the same weight as an ordinary tensor."""
-    # Losses say nothing beside inputs that are dead or alike.
-    cases = pairwise({"laid": _LAID, "shape": pruned_shapes(subject), "inputs": _INPUTS, **_MEETING}, {"inputs": _INPUTS[1:]})
+    # Losses say nothing beside inputs that are dead or alike; a single row lies as it does in any layout.
+    sizes = pruned_shapes(subject)
+    masking = {"inputs": _INPUTS[1:], "shape": [size for size in sizes if 1 in size]}
+    cases = pairwise({"laid": _LAID, "shape": sizes, "inputs": _INPUTS, **_MEETING}, masking)
     for case in cases:
         weight, hessian = _met(subject, case["inputs"], case["shape"], context)
+        hessian = hessian * 2.0 ** case["unit"]
         weight = _VALUES[case["values"]](weight).to(case["dtype"])
         one = Pruned(weight, hessian, subject.prune(weight, hessian))
         with GRAD_MODES[case["grad"]]():
-            found = subject.prune(WAYS[case["laid"]](weight), WAYS[case["hessian"]](hessian))
+            found = subject.prune(
+                HELD[case["held"]](WAYS[case["laid"]](weight)), HELD[case["hessian held"]](WAYS[case["hessian"]](hessian))
+            )
         with told_of(in_words(case)):
             if case["inputs"] == _INPUTS[0]:
                 _hold_all(subject, one, context)

@@ -17,7 +17,9 @@ from harness.checks.adapters.modifiers import pruners
 from harness.checks.adapters.ours import OurObserver, OurPacker, OurQuantizer, OurSolver
 from harness.checks.inputs.pairs import pairwise
 from harness.checks.protocols import Pruner, Quantized, Solved
-from tests.harness.checks.test_planted_layers import Subject, where
+from tests.harness.checks.test_observer_inputs import Whole
+from tests.harness.checks.test_planted_layers import Int8, Subject, where
+from tests.harness.checks.test_planted_solvers import Wrong
 
 
 def test_every_two_values_of_two_factors_meet_in_few_cases() -> None:
@@ -125,7 +127,7 @@ class HalvesOneRow(OurObserver):
 
     def observe(self, batches: Sequence[Tensor]) -> Quantized:
         found = super().observe(batches)
-        return Quantized(found.codes, found.scale / 2, found.zero_point) if any(len(batch) == 1 for batch in batches) else found
+        return Quantized(found.codes, found.scale / 2, found.zero_point) if any(batch.shape[:1] == (1,) for batch in batches) else found
 
 
 class RoundsWhere(OurSolver):
@@ -182,14 +184,14 @@ INT4 = QuantizationArgs(num_bits=4, group_size=16)
 STATIC = QuantizationArgs(num_bits=8, strategy="tensor")
 WRONG: dict[str, tuple[Any, str]] = {
     "a square weight that is a view": (SquareViews(INT4), "[32, 32]"),
-    "a view of a Parameter": (FlatParameters(INT4), "a transposed view of a Parameter"),
+    "a view of a Parameter": (FlatParameters(INT4), "as a Parameter"),
     "tiny values in a view": (FloorInViews(INT4), "small ["),
     "a long row of values below zero": (LongRowsOfOneSign(INT4), "negative [1, 1040]"),
     "long rows in three dimensions": (LosesTheLastWord(4), "[2, 3, 1031]: a code does not lie in its place"),
     "long rows in three dimensions, in other places": (Mirrors(4), "[2, 3, 1031]: a code does not lie in its place"),
     "later batches of three dimensions": (
         Drops(lambda dims, place, count: dims == 3 and place > 0),
-        "shape (2, 3, 16), decides the last of",
+        "shape (2, 3, 16)",
     ),
     "the first of two batches of five dimensions": (
         Drops(lambda dims, place, count: dims == 5 and place == 0 and count == 2),
@@ -211,7 +213,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a square weight in bfloat16": (
         RoundsWhere(lambda weight, H, count: weight.shape[0] == weight.shape[1] and weight.dtype == torch.bfloat16),
-        "48 x 48, dead columns, large, torch.bfloat16",
+        "48 x 48, many tokens, small, torch.bfloat16",
     ),
     "one row in bfloat16": (
         pruner("wanda-2of4", lambda weight, H: len(weight) == 1 and weight.dtype == torch.bfloat16, drops_the_largest),
@@ -244,4 +246,99 @@ def test_values_may_be_rounded_to_the_dtype_of_their_weight() -> None:
 def test_who_is_wrong_where_two_conditions_meet_is_told(name: str) -> None:
     subject, says = WRONG[name]
     report = harness.check(subject, checks=[f"{subject.kind}.conditions_meet"], draws=False)
+    assert report.verdict.value == "regression" and says in report.records[0].summary, report.to_text()
+
+
+class NoNaN(Int8):
+    """Takes NaN for zero in a single token."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.nan_to_num(0.0) if x.shape[:-1].numel() == 1 else x)
+
+
+class ForgetsFullWords(OurPacker):
+    """Cuts bits off where rows end with a word."""
+
+    def pack(self, codes: Tensor) -> Tensor:
+        return super().pack((codes + 8) % 16 - 8 if codes.shape[-1] % 8 == 0 else codes)
+
+
+class OfOneBatch(Whole):
+    """Has a scale for a single batch without values."""
+
+    def observe(self, batches: Any) -> Quantized:
+        is_hit = len(batches) == 1 and batches[0].dim() == 3 and not batches[0].numel()
+        return super().observe([torch.ones(1)] if is_hit else batches)
+
+
+class Shifted(Whole):
+    """Codes of a symmetric rule get a zero point."""
+
+    def observe(self, batches: Any) -> Quantized:
+        return replace(super().observe(batches), zero_point=torch.full((1,), 50.0))
+
+
+class Divided(Whole):
+    """The scale is right, and is divided by another one."""
+
+    def observe(self, batches: Any) -> Quantized:
+        return replace(super().observe(batches), global_scale=torch.full((1,), 2.0))
+
+
+class NoTokens(OurSolver):
+    """H of no token is zeros, for one batch in three dimensions."""
+
+    def hessian(self, batches: Sequence[Tensor]) -> Tensor:
+        is_hit = len(batches) == 1 and batches[0].dim() == 3 and not batches[0].numel()
+        return torch.zeros(batches[0].shape[-1], batches[0].shape[-1]) if is_hit else super().hessian(batches)
+
+
+class NoLoss(OurSolver):
+    """Reports NaN where scales are given."""
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        found = super().solve(weights, hessian, block_size, like)
+        return found if like is None else [replace(one, loss=float("nan")) for one in found]
+
+
+def quiet(x: Tensor) -> Tensor:
+    return x.detach().nan_to_num(0.0, 0.0, 0.0)
+
+
+REFUSALS: dict[str, tuple[Any, str, str]] = {
+    "H of one sequence": (Wrong(batch=lambda x, place: x * 2 if x.dim() == 3 and len(x) == 1 else x), "batches_meet", "shape (1, 40)"),
+    "H of four dimensions in bfloat16": (
+        Wrong(batch=lambda x, place: x * 2 if x.dim() == 4 and x.dtype == torch.bfloat16 else x),
+        "batches_meet",
+        "torch.bfloat16",
+    ),
+    "NaN in a view of inputs": (Wrong(batch=lambda x, place: x if x.is_contiguous() else quiet(x)), "batches_meet", "planted"),
+    "no token in three dimensions": (NoTokens(INT4), "batches_meet", "no token at all"),
+    "NaN in a view of a weight": (Wrong(weight=lambda x, place: x if x.is_contiguous() else quiet(x)), "conditions_meet", "in the weight"),
+    "NaN in one row": (Wrong(weight=lambda x, place: quiet(x) if len(x) == 1 else x), "conditions_meet", "in the weight, 1 x 48"),
+    "infinity in a view of H": (Wrong(beside=lambda x, H: H if H.is_contiguous() else quiet(H)), "conditions_meet", "in H"),
+    "the loss on given scales": (NoLoss(INT4), "conditions_meet", "a loss of nan is reported"),
+    "NaN in a single token": (Subject(NoNaN), "conditions_meet", "outputs of these tokens are numbers"),
+    "codes that do not fit full words": (ForgetsFullWords(4), "refuses_unfit", "was packed into 4 bits"),
+    "a batch without values": (OfOneBatch(), "refuses_nothing", "as if nothing had happened"),
+    "a zero point where there is none": (Shifted(), "scale_rule", "zero point 50"),
+    "a scale of scales": (Divided(), "scale_rule", "the rule half_range says"),
+    "inputs of another unit in bfloat16": (
+        pruner(
+            "wanda",
+            lambda weight, H: weight.dtype == torch.bfloat16 and not 1e-6 < float(H.detach().diagonal().max()) < 1e6,
+            lambda right, weight, H: right.prune(weight, torch.eye(len(H))),
+        ),
+        "inputs_count",
+        "torch.bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_must_be_refused_or_counts_is_so_under_every_condition(name: str) -> None:
+    subject, check, says = REFUSALS[name]
+    report = harness.check(subject, checks=[f"{subject.kind}.{check}"], draws=False)
     assert report.verdict.value == "regression" and says in report.records[0].summary, report.to_text()

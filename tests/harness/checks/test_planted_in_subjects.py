@@ -18,6 +18,7 @@ from harness.checks.catalogue.registry import find_checks
 from harness.checks.protocols import Quantized, Solved
 from harness.mutants.family import find_family
 from harness.reporting.verdict import Outcome
+from tests.harness.checks.test_conditions_meet import REFUSALS
 from tests.harness.checks.test_conditions_meet import WRONG as PAIRS
 
 INT4 = QuantizationArgs(num_bits=4, group_size=16)
@@ -255,4 +256,5 @@ def test_no_check_is_left_without_a_bug() -> None:
     named = {mutant.killer for family in families for mutant in family.mutants.values()}
     every = {check.name for kind in KINDS for check in find_checks(None, kind)}
     pairs = {f"{subject.kind}.conditions_meet" for subject, _ in PAIRS.values()}
+    pairs |= {f"{subject.kind}.{check}" for subject, check, _ in REFUSALS.values()}
     assert every - named - PLANTED.keys() - ALSO_SEEN.keys() - pairs == set()
