@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -355,6 +356,81 @@ def hash_rows(rows: Sequence[Tensor], counted: Sequence[Tensor | None] | None = 
         if mask is not None:
             _add(digest, "counted", mask)
     return digest.hexdigest()
+
+
+class TextMarks(NamedTuple):
+    """Runs of 16 tokens, chosen by what they hold and not by where they stand: two sets of marks tell how much text two data sets share.
+
+    The digest of a data set is another one when a sample is left out or cut; its marks stay, but for those of what is gone.
+
+    Source: Schleimer et al. 2003, "Winnowing: local algorithms for document fingerprinting" (selection by a modulus).
+
+    Attributes:
+        every: a power of two; of so many runs about one is chosen.
+        marks: a digest of 32 bits of each chosen run, as 8 hexadecimal digits, sorted.
+    """
+
+    every: int
+    marks: tuple[str, ...]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As a record holds them: JSON types."""
+        return {"every": self.every, "hex": "".join(self.marks)}
+
+
+NO_MARKS = TextMarks(1, ())
+_RUN = 16
+_MOST_MARKS = 4096
+
+
+def text_marks(rows: Iterable[Tensor], every: int | None = None) -> TextMarks:
+    """Choose the marks of token rows.
+
+    Args:
+        rows: int64 token ids without padding, one dimension each; a shorter row than a run is one.
+        every: as another set of marks has it; None: the least with which there are at most 4,096.
+
+    Returns:
+        The marks.
+    """
+    step, chosen = every or 1, set[int]()
+    for row in (row for row in rows if len(row)):
+        hashes = _hash_runs(row.cpu().numpy().astype(np.uint64) + np.uint64(1))
+        chosen.update(hashes[hashes % np.uint64(step) == 0].tolist())
+        while every is None and len(chosen) > _MOST_MARKS:
+            step *= 2
+            chosen = {one for one in chosen if one % step == 0}
+    return TextMarks(step, tuple(sorted({f"{one >> 32:08x}" for one in chosen})))
+
+
+def _hash_runs(ids: np.ndarray) -> np.ndarray:
+    """Hash every run of an array of uint64: a polynomial, whose bits are mixed (splitmix64) so that any of them may choose."""
+    ids = np.pad(ids, (0, max(0, _RUN - len(ids))))
+    found = np.zeros(len(ids) - _RUN + 1, dtype=np.uint64)
+    for place in range(_RUN):
+        found = found * np.uint64(0x9E3779B97F4A7C15) + ids[place : place + len(found)]
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        found = (found ^ (found >> np.uint64(shift))) * np.uint64(factor)
+    return found
+
+
+def token_rows(batches: Iterable[Batch]) -> Iterator[Tensor]:
+    """Yield the tokens of each sample of batches.
+
+    Args:
+        batches: those without `input_ids` [batch, sequence] have none.
+
+    Yields:
+        Token ids [T], without what an `attention_mask` says is padding.
+    """
+    for batch in batches:
+        ids = batch.get("input_ids") if isinstance(batch, Mapping) else leading_tensor(batch)
+        if ids is None or ids.dim() != 2 or ids.is_floating_point():
+            continue
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        masks = mask.bool() if mask is not None and mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
+        yield from (row[real] for row, real in zip(ids, masks, strict=True))
 
 
 def hash_batches(batches: Sequence[Batch]) -> str:

@@ -17,7 +17,19 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from compressor.data.collate import Batch, as_batch, collate, hash_batches, hash_rows, leading_tensor, take_token_mask
+from compressor.data.collate import (
+    NO_MARKS,
+    Batch,
+    TextMarks,
+    as_batch,
+    collate,
+    hash_batches,
+    hash_rows,
+    leading_tensor,
+    take_token_mask,
+    text_marks,
+    token_rows,
+)
 from compressor.data.encode import NO_LIMIT, Tokens, encode_row
 from compressor.data.rows import TEXT_COLUMN, Row, check_columns, read_rows, unread_masks
 from compressor.data.user_code import read_through
@@ -41,6 +53,7 @@ class CalibrationData:
         num_tokens: tokens that count, in all batches.
         num_dropped: samples without a token that counts, which were met and left out.
         unread_masks: columns of rows that look like masks and were not read; those of batches are in the batches.
+        marks: of the text, where it is tokens.
     """
 
     batches: list[Batch]
@@ -50,6 +63,7 @@ class CalibrationData:
     num_tokens: int
     num_dropped: int = 0
     unread_masks: frozenset[str] = frozenset()
+    marks: TextMarks = NO_MARKS
 
     @property
     def fullest(self) -> Batch:
@@ -142,7 +156,8 @@ def load_dataset_source(
     ids, counted = [row.ids for row in rows], [row.counted for row in rows]
     batches, masks = collate(ids, batch_size, pad_id if isinstance(pad_id, int) else 0, counted, device)
     num_tokens = sum(row.num_counted for row in rows)
-    return CalibrationData(batches, masks, hash_rows(ids, counted), len(rows), num_tokens, num_dropped, frozenset(unread))
+    digest, marks = hash_rows(ids, counted), text_marks(ids)
+    return CalibrationData(batches, masks, digest, len(rows), num_tokens, num_dropped, frozenset(unread), marks)
 
 
 def _checked(row: Row, tokenizer: Any, length: int, inputs: Collection[str], unread: set[str]) -> Tokens:
@@ -198,7 +213,7 @@ def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -
             f"dataset: all {taken} samples of the DataLoader are empty or masked out (attention_mask, loss_mask); give batches with tokens "
             "that count"
         )
-    return CalibrationData(batches, masks, hash_batches(raw_batches), taken, num_tokens)
+    return CalibrationData(batches, masks, hash_batches(raw_batches), taken, num_tokens, marks=text_marks(token_rows(batches)))
 
 
 def _is_tokens(tensor: Tensor) -> bool:

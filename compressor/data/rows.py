@@ -179,7 +179,7 @@ def _parquet_rows(path: Path, text_column: str, seed: int | None, *, inputs: Col
     try:
         columns = parquet.read_schema(path).names
         wanted = _wanted_columns(columns, str(path), text_column)
-        beside = [name for name in columns if name in (*inputs, *TEMPLATE_COLUMNS) or "mask" in name]
+        beside = [name for name in columns if name in (*inputs, *TEMPLATE_COLUMNS) or "mask" in name or name == "labels"]
         wanted += [name for name in beside if name not in wanted]
         check_names(columns, wanted, str(path))
         table = parquet.read_table(path, columns=wanted)
@@ -333,18 +333,21 @@ def check_columns(row: Row, inputs: Collection[str], remedy: str = _REMEDY) -> N
 
 
 def unread_masks(row: Row) -> set[str]:
-    """Find columns that look like masks of tokens, of ones and zeros and named so, and which nothing reads.
+    """Find columns that look like masks of tokens, and which nothing reads: of ones and zeros and named so, or labels with -100.
 
     Args:
         row: as it was read.
 
     Returns:
-        Names, such as `assistant_masks`; none beside what is no token ids.
+        Names, such as `assistant_masks`, or "-100 among the labels"; none beside what is no token ids.
     """
     if row.kind != "input_ids":
         return set()
-    named = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in row.beside.items() if "mask" in name}
-    return {name for name, value in named.items() if isinstance(value, list) and len(value) == len(row.value) and _zeros_and_ones(value)}
+    named = {name: value for name, value in row.beside.items() if "mask" in name or name == "labels"}
+    listed = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in named.items()}
+    found = {name: value for name, value in listed.items() if isinstance(value, list) and len(value) == len(row.value)}
+    masks = {name for name, value in found.items() if _zeros_and_ones(value) and name != "labels"}
+    return masks | {"-100 among the labels" for value in (found.get("labels", ()),) if -100 in value}
 
 
 def _zeros_and_ones(values: list[Any]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from compressor.data import TokenBlocks
+from compressor.data.collate import text_marks
 from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier
 from compressor.lifecycle.interface import TRAINING_CALLBACKS
@@ -117,4 +118,5 @@ def data_record(data: TokenBlocks) -> dict[str, Any]:
         "block_length": length,
         "num_tokens": num_blocks * length,
         "num_left_over": data.num_left_over,
+        "marks": text_marks(part.flatten() for part in data.input_ids.split(1024)).record,
     }

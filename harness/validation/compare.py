@@ -162,14 +162,14 @@ def validate(
             raise ModelError(f"{base}: what its predictions say of a token depends on later tokens; {_TAKES}")
         base_hashes = file_hashes(subject.base.folder)
         server = None if serve == "none" else serve
-        records, modules, loaded = _records_of_files(subject, base_hashes, data.sha256, policy, server, progress)
+        records, modules, loaded = _records_of_files(subject, base_hashes, data, policy, server, progress)
         quality, scores = None, None
         why = "the checkpoint does not load" if loaded is None else _other_vocabulary(base_model.model, loaded)
         if loaded is None or why:
             records += [claim.skipped(why) for claim in (FINITE, PERPLEXITY, KL, TOP1, ACCURACY)]
         else:
             scores = _score(base_model.model, loaded, batches, torch_device, ranks, progress)
-            found, quality = check_quality(scores, policy, seed)
+            found, quality = check_quality(scores, policy, seed, data.unread_masks)
             records += found
         if subject.moved or subject.unreadable:
             records.append(check_transforms(subject, base_model.model, batches[0]))
@@ -193,11 +193,11 @@ def _refuse(num_samples: Any, max_seq_length: Any, seed: Any, serve: Any) -> Non
 
 
 def _records_of_files(
-    subject: Subject, base_hashes: Mapping[str, str], data_hash: str, policy: Policy, server: ServerName | None, progress: Progress
+    subject: Subject, base_hashes: Mapping[str, str], data: CalibrationData, policy: Policy, server: ServerName | None, progress: Progress
 ) -> tuple[list[CheckRecord], list[ModuleInspection], torch.nn.Module | None]:
     """Check what lies in the folders; return the records, what was found module by module, and the loaded checkpoint."""
     folder, digests = subject.compressed.folder, check_digests(subject.compressed.stored)
-    records = [*check_files(subject), *check_record(folder, base_hashes, weight_files(subject.base.folder), data_hash), digests]
+    records = [*check_files(subject), *check_record(folder, base_hashes, weight_files(subject.base.folder), data), digests]
     records += [check_quantization_config(folder, subject.config), check_accepted(subject)]
     records += check_serving(subject, server, policy)
     loads, loaded = check_loads(subject, allow_dequantize_load=policy.allow_dequantize_load)

@@ -45,10 +45,12 @@ def prune_wanda(
 ) -> Tensor:
     """Choose the weights that become zero: in every row, or every run of a pattern, those with the lowest scores.
 
+    Rows of which no whole number of weights is to go lose one more here and there, so that all together have the share.
+
     Args:
         weight_RC: [R, C] float; not modified.
         mean_square_C: [C] float32, mean of x^2 over calibration tokens.
-        sparsity: share of zeros in each row, 0 to 1.
+        sparsity: share of zeros, 0 to 1; in each row to less than a weight, in all rows together rounded down.
         pattern: of every run of neighbours in a row so many stay, whatever `sparsity` says; None: any may go.
         name: dotted module name, for errors only.
 
@@ -57,9 +59,15 @@ def prune_wanda(
     """
     scores_RC = scores(weight_RC, mean_square_C, name)
     runs = scores_RC.unflatten(-1, (-1, scores_RC.shape[-1] if pattern is None else pattern.of))
-    count = num_zeros(sparsity, scores_RC.shape[-1]) if pattern is None else pattern.of - pattern.keep
-    order = runs.sort(dim=-1, stable=True).indices[..., :count]
-    return torch.zeros_like(runs, dtype=torch.bool).scatter_(-1, order, True).flatten(-2)
+    places = torch.arange(runs.shape[-1], device=runs.device)
+    if pattern is None:
+        rows, columns = scores_RC.shape
+        until_R = torch.tensor([num_zeros(sparsity, row * columns) for row in range(rows + 1)], dtype=torch.int64, device=runs.device)
+        is_low = places < until_R.diff()[:, None, None]
+    else:
+        is_low = (places < pattern.of - pattern.keep).expand(runs.shape)
+    order = runs.sort(dim=-1, stable=True).indices
+    return torch.zeros_like(runs, dtype=torch.bool).scatter_(-1, order, is_low).flatten(-2)
 
 
 def outlier_share(scores_of_layer: Sequence[Tensor], multiple: float) -> float:

@@ -278,6 +278,11 @@ def _tokenizer_hash(tokenizer: Any) -> str:
 # What compression.json says of a run: everything that made the result, and how well it fits.
 
 
+def _data_record(data: CalibrationData) -> dict[str, Any]:
+    counts = {"sha256": data.sha256, "num_samples": data.num_samples, "num_tokens": data.num_tokens}
+    return {**counts, "marks": data.marks.record}
+
+
 def run_record(
     recipe: str,
     base: Mapping[str, str],
@@ -303,7 +308,7 @@ def run_record(
     """
     return {
         "base": dict(base),
-        "data": None if data is None else {"sha256": data.sha256, "num_samples": data.num_samples, "num_tokens": data.num_tokens},
+        "data": None if data is None else _data_record(data),
         "pipeline": choices["pipeline"],
         "recipe": recipe,
         "seed": seed,

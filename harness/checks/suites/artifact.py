@@ -169,7 +169,7 @@ def against_base(subject: Artifact, context: CheckContext) -> str:
     del context
     folders = _subject(subject)
     base = folders.base.folder
-    records = [*check_files(folders), *check_record(folders.compressed.folder, file_hashes(base), weight_files(base), "")]
+    records = [*check_files(folders), *check_record(folders.compressed.folder, file_hashes(base), weight_files(base), None)]
     digests = check_digests(folders.compressed)
     records += [digests, check_quantization_config(folders.compressed.folder, folders.config)]
     records += [*_weights(folders, digests), check_sparsity(folders)]

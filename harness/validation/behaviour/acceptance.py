@@ -50,11 +50,30 @@ def check_accepted(subject: Subject) -> CheckRecord:
     except LOADER_ERRORS as error:
         findings.append(first_line(error))
     findings += [*_contradictions(config, subject.compressed), *online_misfits(subject)]
-    schemes = sorted({group.scheme.label for group in subject.readable_modules.values() if group.scheme})
+    used = {(group.name, group.scheme.label) for group in subject.readable_modules.values() if group.scheme}
+    schemes = sorted({f"{label}{_of_activations(config['config_groups'][name])}" for name, label in used})
+    if isinstance(kv := config.get("kv_cache_scheme"), Mapping):
+        schemes.append(f"keys and values {_in_words(kv)}")
     return ACCEPTED.found(
         findings,
         "; ".join(schemes) or "no weights, what attention takes only",
         evidence={"schemes": schemes, "version": str(config.get("version"))},
+    )
+
+
+def _of_activations(group: Mapping[str, Any]) -> str:
+    """What a group does to inputs and outputs, of which the tensors need not tell."""
+    kinds = {"inputs": group.get("input_activations"), "outputs": group.get("output_activations")}
+    return "".join(f", {kind} {_in_words(found)}" for kind, found in kinds.items() if isinstance(found, Mapping))
+
+
+def _in_words(arguments: Mapping[str, Any]) -> str:
+    symmetry = "symmetric" if arguments.get("symmetric", True) else "asymmetric"
+    size = arguments.get("group_size")
+    strategy = arguments.get("strategy") or ("group" if size else "tensor")
+    when = {True: "dynamic", "local": "dynamic under a stored scale"}.get(arguments.get("dynamic") or False, "static")
+    return (
+        f"{arguments.get('type', 'int')}{arguments.get('num_bits', 8)}, {symmetry}, per {strategy}{f' of {size}' if size else ''}, {when}"
     )
 
 

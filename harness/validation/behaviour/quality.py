@@ -7,7 +7,7 @@ failure; an interval that straddles the limit says that this much data cannot te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,18 +112,19 @@ def measure_quality(scores: Scores, policy: Policy, seed: int) -> Quality:
     )
 
 
-def check_quality(scores: Scores, policy: Policy, seed: int) -> tuple[list[CheckRecord], Quality | None]:
+def check_quality(scores: Scores, policy: Policy, seed: int, unread: Collection[str] = ()) -> tuple[list[CheckRecord], Quality | None]:
     """Run every check of this family.
 
     Args:
         scores: of both models; the base's are finite.
         policy: the limits.
         seed: of the bootstrap.
+        unread: columns of the data that look like masks, and were not read.
     Returns:
         One record per check, and the measurements where there are any.
     """
     claims = (PERPLEXITY, KL, TOP1, ACCURACY)
-    finite = check_finite(scores)
+    finite = check_finite(scores, unread)
     if finite.outcome is Outcome.FAIL:
         return [finite, *(claim.skipped("predictions are not finite") for claim in claims)], None
     if scores.num_sequences < policy.min_sequences:
@@ -139,18 +140,20 @@ def check_quality(scores: Scores, policy: Policy, seed: int) -> tuple[list[Check
     return [finite, *records], quality
 
 
-def check_finite(scores: Scores) -> CheckRecord:
+def check_finite(scores: Scores, unread: Collection[str] = ()) -> CheckRecord:
     """Count tokens at which the compressed model gives NaN or an impossible distribution.
 
     Args:
         scores: of both models.
+        unread: columns of the data that look like masks, and were not read.
     Returns:
         The record.
     """
     bad = int((~np.isfinite(scores.tokens.nll_compressed) | ~np.isfinite(scores.tokens.kl)).sum())
     if bad:
         return FINITE.record(Outcome.FAIL, f"{bad:,} of {len(scores.tokens):,} predictions are not finite")
-    return FINITE.record(Outcome.PASS, f"{len(scores.tokens):,} predictions")
+    told = f"; {', '.join(sorted(unread))} of the data is not read, a loss_mask would say what is judged" if unread else ""
+    return FINITE.record(Outcome.PASS, f"{len(scores.tokens):,} predictions{told}")
 
 
 def held_against(interval: Interval, limit: float, *, is_upper: bool) -> Outcome:

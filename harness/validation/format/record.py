@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from compressor.data import CalibrationData
+from compressor.data.collate import text_marks, token_rows
 from compressor.json_text import from_json
 from compressor.model.folder import some
 from harness.reporting.record import CheckRecord, Claim
@@ -22,6 +24,7 @@ DIGESTS = Claim("record.tensors", "Every tensor is, bit for bit, the one that co
 CONFIG = Claim("record.config", "quantization_config is, key by key, the one that compression.json says was written")
 RECORD_FILE = "compression.json"
 
+_MARKS = re.compile(r"([0-9a-f]{8})*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DIGEST = re.compile(r"[A-Z0-9_]+\[[0-9,]*\] [0-9a-f]{64}")
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -162,14 +165,16 @@ def _difference(compressed: Checkpoint, name: str, noted: str) -> str | None:
     return None if hashlib.sha256(compressed.raw(name).data).hexdigest() == sha256 else f"{name}: has other bytes than were written"
 
 
-def check_record(folder: Path, base_hashes: Mapping[str, str], weight_files: Collection[str], data_sha256: str) -> list[CheckRecord]:
+def check_record(
+    folder: Path, base_hashes: Mapping[str, str], weight_files: Collection[str], data: CalibrationData | None
+) -> list[CheckRecord]:
     """Run every check of this family.
 
     Args:
         folder: the compressed checkpoint.
         base_hashes: sha256 of the base's files.
         weight_files: those of them that hold its weights.
-        data_sha256: of the token ids that are validated on.
+        data: that is validated on; None where there is none.
     Returns:
         One record per check.
     """
@@ -178,7 +183,7 @@ def check_record(folder: Path, base_hashes: Mapping[str, str], weight_files: Col
         if not os.path.lexists(folder / RECORD_FILE):
             return [claim.skipped(f"there is no {RECORD_FILE}") for claim in (BASE, DATA)]
         return [BASE.record(Outcome.FAIL, f"{RECORD_FILE} is no JSON object"), DATA.skipped(f"{RECORD_FILE} cannot be read")]
-    return [_check_base(record.get("base"), base_hashes, weight_files), _check_data(record, data_sha256)]
+    return [_check_base(record.get("base"), base_hashes, weight_files), _check_data(record, data)]
 
 
 def _check_base(recorded: Any, base_hashes: Mapping[str, str], weight_files: Collection[str]) -> CheckRecord:
@@ -197,7 +202,9 @@ def _check_base(recorded: Any, base_hashes: Mapping[str, str], weight_files: Col
     return BASE.found(findings, f"{len(recorded)} files have the recorded sha256", noun="file")
 
 
-def _check_data(record: Mapping[str, Any], data_sha256: str) -> CheckRecord:
+def _check_data(record: Mapping[str, Any], data: CalibrationData | None) -> CheckRecord:
+    if data is None:
+        return DATA.skipped("there is no data that it could be")
     recorded = record.get("data")
     sha256 = recorded.get("sha256") if isinstance(recorded, Mapping) else recorded
     if "data" in record and recorded is None and record.get("pipeline", "data_free") == "data_free":
@@ -206,6 +213,27 @@ def _check_data(record: Mapping[str, Any], data_sha256: str) -> CheckRecord:
         return DATA.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE} holds no digest of the data, though the run had some; compress again")
     if not isinstance(sha256, str) or _SHA256.fullmatch(sha256) is None:
         return DATA.record(Outcome.FAIL, f"{RECORD_FILE}: data.sha256 is no digest, so nothing says what the model was calibrated on")
-    if sha256 == data_sha256:
+    if sha256 == data.sha256:
         return DATA.record(Outcome.FAIL, "these are the very tokens that the model was calibrated on; give held-out data")
-    return DATA.record(Outcome.PASS, "another data set than that of the calibration")
+    if not isinstance(recorded, Mapping) or "marks" not in recorded:
+        return DATA.record(Outcome.PASS, f"another data set than that of the calibration; of what they share {RECORD_FILE} says nothing")
+    share = _shared(recorded["marks"], data)
+    if share is None:
+        return DATA.record(Outcome.FAIL, f"{RECORD_FILE}: data.marks are none, so nothing says how much of this text the model has seen")
+    if share >= _MOST_SHARED:
+        return DATA.record(Outcome.FAIL, f"{share:.0%} of this text was in the calibration data, too; give held-out data")
+    also = f", which holds {share:.0%} of this text" if share else ""
+    return DATA.record(Outcome.PASS, f"another data set than that of the calibration{also}")
+
+
+_MOST_SHARED = 0.25  # of the text, in which what templates and system prompts repeat counts once
+
+
+def _shared(recorded: Any, data: CalibrationData) -> float | None:
+    """The share of the marks of the data that those of the calibration hold; None where they are no marks."""
+    every, text = (recorded.get("every"), recorded.get("hex")) if isinstance(recorded, Mapping) else (None, None)
+    if type(every) is not int or every < 1 or not isinstance(text, str) or _MARKS.fullmatch(text) is None:
+        return None
+    known = {text[place : place + 8] for place in range(0, len(text), 8)}
+    found = text_marks(token_rows(data.batches), every).marks
+    return sum(one in known for one in found) / len(found) if found else 0.0

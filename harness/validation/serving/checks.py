@@ -107,6 +107,8 @@ def _group_problems(group: Mapping[str, Any], whole: Any, server: Server, rules:
         yield f"actorder {weights.get('actorder')!r} is refused by {server.title}, which reads no weight_g_idx; use 'static'"
     if format_name == "int-quantized" and isinstance(weights, Mapping) and not group.get("input_activations"):
         yield f"{server.title} wants quantized inputs beside 'int-quantized' weights; store weights alone as 'pack-quantized'"
+    if group.get("output_activations"):
+        yield f"output_activations are given, and {server.title} leaves outputs as they are"
     for kind in ("weights", "input_activations", "output_activations"):
         arguments = group.get(kind)
         if not isinstance(arguments, Mapping):

@@ -66,7 +66,9 @@ def test_a_mask_of_another_name_is_told_whatever_holds_it(kind: str, tmp_path: P
     rows = source(kind, tmp_path, "assistant_masks")
     assert load_dataset_source(rows).unread_masks == load_blocks(rows, max_seq_length=4).unread_masks == {"assistant_masks"}
     assert not load_dataset_source(source(kind, tmp_path)).unread_masks
-    others = {"mask_ratio": 0.3, "masks": [1, 1, 1, 1], "unmasked": [0, 1], "masked": "0101", "mask": [0, 1, 2, 3]}
+    labels = load_dataset_source([{"input_ids": IDS[0], "labels": [-100, -100, 13, 14]}]).unread_masks
+    assert labels == {"-100 among the labels"}
+    others = {"labels": IDS[0], "mask_ratio": 0.3, "masks": [1, 1, 1, 1], "unmasked": [0, 1], "masked": "0101", "mask": [0, 1, 2, 3]}
     assert not load_dataset_source([{"input_ids": IDS[0], **others}]).unread_masks
 
 

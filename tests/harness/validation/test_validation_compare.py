@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from compressor.errors import CheckpointError, DatasetError, ModelError, OutputError
 from compressor.json_text import to_json
 from harness.bisect import bisect
+from harness.validation.behaviour.acceptance import check_accepted
 from harness.validation.behaviour.scoring import TokenBatch, model_logits, sees_ahead
 from harness.validation.compare import validate
 from harness.validation.policy import Policy, SqnrLimits
 from harness.validation.report import page as report_module
 from harness.validation.report.page import write_report
+from harness.validation.subject import read_subject
 from tests import tiny
 
 LENIENT = Policy(max_perplexity_ratio=1.5, max_mean_kl=0.4, min_top1_agreement=0.6, max_accuracy_drop=0.2, allow_dequantize_load=True)
@@ -37,6 +39,30 @@ def test_a_sound_checkpoint_passes(workspace, pristine, preset):
     assert [record.name for record in report.records if record.outcome == "skip"] == [
         "record.base", "record.data", "record.tensors", "record.config", "serving.kv_cache", "weights.sparsity",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("preset", "change", "says"),
+    [
+        ("W4A16", {}, "int4, symmetric, per group of 16, pack-quantized"),
+        ("W8A8", {}, "int8, symmetric, per channel, int-quantized, inputs int8, symmetric, per token, dynamic"),
+        ("FP8", {}, "float8, symmetric, per tensor, float-quantized, inputs float8, symmetric, per tensor, static"),
+        ("W8A8", {"output_activations": {"num_bits": 8, "dynamic": True}}, "dynamic, outputs int8, symmetric, per tensor, dynamic"),
+        (
+            "W8A8",
+            {"input_activations": {"num_bits": 4, "symmetric": False, "strategy": "token", "dynamic": True}},
+            "inputs int4, asymmetric",
+        ),
+    ],
+)
+def test_what_is_done_to_weights_inputs_and_outputs_is_named(workspace, compressed, preset, change, says):
+    folder = compressed(preset).folder
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    record = check_accepted(read_subject(workspace.base, folder))
+    assert record.outcome == "pass" and says in record.summary
+    assert record.evidence["schemes"] == [record.summary]
 
 
 def test_the_default_policy_tells_8_bits_from_3(workspace, pristine):
@@ -204,6 +230,14 @@ def test_a_base_that_predicts_no_next_token_is_refused_with_what_validate_takes(
     with pytest.raises(ModelError, match=r"BertForSequenceClassification, .* give a causal language model") as caught:
         validate(tmp_path / "base", tmp_path / "compressed", [])
     assert "name the class" not in str(caught.value)  # validate takes none
+
+
+def test_labels_that_take_prompts_out_are_said_not_to_be_read(workspace, pristine, tmp_path):
+    ids = load_file(workspace.dataset)["input_ids"]
+    save_file({"input_ids": ids, "labels": ids.where(torch.arange(24) >= 12, -100)}, tmp_path / "labels.safetensors")
+    report = validate(workspace.base, pristine("W8A16"), tmp_path / "labels.safetensors", policy=LENIENT)
+    (told,) = [record.summary for record in report.records if record.name == "behaviour.finite"]
+    assert told.startswith(f"{23 * len(ids):,} predictions; -100 among the labels of the data is not read")
 
 
 def test_prompts_that_do_not_count_are_read(workspace, pristine, tmp_path):

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
+from compressor.data import load_dataset_source
 from harness.validation.format.record import check_record, file_hashes, read_record
 
+HELD = replace(load_dataset_source([[*range(40)], [*range(50, 90)]]), sha256="d" * 64)
+MARKS = HELD.marks.record
 HASHES = {"config.json": "aa", "model.safetensors": "bb", "tokenizer.json": "cc"}
 
 
 def outcomes(folder: Path, content: str | None) -> dict[str, tuple[str, str]]:
     if content is not None:
         (folder / "compression.json").write_text(content)
-    return {record.name: (record.outcome.value, record.summary) for record in check_record(folder, HASHES, ["model.safetensors"], "d" * 64)}
+    return {record.name: (record.outcome.value, record.summary) for record in check_record(folder, HASHES, ["model.safetensors"], HELD)}
 
 
 def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
@@ -40,6 +46,12 @@ def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
         *((taken, "record.data", "inconclusive", "no digest of the data") for taken in ({}, {"data": {}}, {"data": {"sha256": None}})),
         ({"data": None, "pipeline": "sequential"}, "record.data", "inconclusive", "no digest of the data"),
         *(({"data": {"sha256": odd}}, "record.data", "fail", "data.sha256 is no digest") for odd in (5, "", "e", ["e" * 64])),
+        ({"data": {"sha256": "e" * 64}}, "record.data", "pass", "of what they share compression.json says nothing"),
+        *(
+            ({"data": {"sha256": "e" * 64, "marks": odd}}, "record.data", "fail", "data.marks are none")
+            for odd in (None, [], {}, {**MARKS, "hex": "0" * 7}, {**MARKS, "hex": "g" * 8}, {**MARKS, "every": 0}, {**MARKS, "every": True})
+        ),
+        ({"data": {"sha256": "e" * 64, "marks": MARKS}}, "record.data", "fail", "100% of this text was in the calibration data"),
         ({"data": "x"}, "record.data", "fail", "data.sha256 is no digest"),
         *(({"base": odd}, "record.base", "fail", "base is no table of digests") for odd in (5, "x", ["a"], "")),
     ],
@@ -48,6 +60,37 @@ def test_what_does_not_belong_together_is_caught(tmp_path, content, name, outcom
     found = outcomes(tmp_path, json.dumps(content))[name]
     assert found[0] == outcome
     assert message in found[1]
+
+
+@pytest.mark.parametrize(
+    ("calibration", "outcome"),
+    {
+        "one is left out": (lambda rows: rows[1:], "fail"),
+        "in another order": (lambda rows: rows[::-1], "fail"),
+        "cut": (lambda rows: [row[:50] for row in rows], "fail"),
+        "longer, and later": (lambda rows: [[1, 2, 3, *row, *row] for row in rows], "fail"),
+        "joined": (lambda rows: [[token for row in rows for token in row]], "fail"),
+        "among others": (lambda rows: [[token + 500 for row in rows for token in row], *rows], "fail"),
+        "a third of them": (lambda rows: rows[::3], "fail"),
+        "a fifth of them": (lambda rows: rows[::5], "pass"),
+        "the beginning of each": (lambda rows: [[*row[:30], *row[60::-1]] for row in rows], "pass"),
+        "others": (lambda rows: [row[::-1] for row in rows], "pass"),
+    }.values(),
+)
+@pytest.mark.parametrize("as_batches", [False, True])
+def test_text_that_was_calibrated_on_is_told_however_it_is_cut(tmp_path, calibration, outcome, as_batches):
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, 500, (90, 100), generator=generator).tolist()
+    seen, held = load_dataset_source(calibration(rows), max_seq_length=20_000), load_dataset_source(rows, max_seq_length=100)
+    if as_batches:
+        padded = torch.nn.functional.pad(torch.tensor(rows), (0, 3))
+        mask = (torch.arange(103) < 100).long().expand(90, -1)
+        held = load_dataset_source(DataLoader([{"input_ids": padded, "attention_mask": mask}], batch_size=None))  # type: ignore[arg-type]
+    content = {"base": {}, "data": {"sha256": seen.sha256, "marks": seen.marks.record}}
+    (tmp_path / "compression.json").write_text(json.dumps(content))
+    (record,) = [one for one in check_record(tmp_path, {}, [], held) if one.name == "record.data"]
+    assert record.outcome.value == outcome, record.summary
+    assert len(seen.marks.marks) <= 4096 and (seen.marks.every > 1) == (seen.num_tokens > 6000)
 
 
 def test_a_broken_record_fails_and_none_is_skipped(tmp_path):

@@ -72,6 +72,7 @@ DAMAGES = [
         "applies no transform at 'q_attn'",
     ),
     (group(lambda g: g["weights"].update(actorder="group")), "serving.config", "actorder 'group' is refused"),
+    (group(lambda g: g.update(output_activations={"num_bits": 8, "dynamic": True})), "serving.config", "leaves outputs as they are"),
     (group(lambda g: g["weights"].update(rotation="R1")), "serving.config", "weights has rotation, which"),
     (group(lambda g: g["weights"].update(strategy="rows")), "serving.config", "strategy 'rows'"),
     (group(lambda g: g.update(format="marlin-24")), "serving.config", "format 'marlin-24' is none"),
