@@ -20,6 +20,8 @@ MAX_ENTRIES = 100_000  # YAML aliases can make a small text expand to any size
 
 _TAG = "tag:yaml.org,2002:"
 _FLOAT_TAG, _MERGE_TAG, _TEXT_TAG = f"{_TAG}float", f"{_TAG}merge", f"{_TAG}str"
+_NUMBER_TAGS = (_FLOAT_TAG, f"{_TAG}int")
+_OLD_NUMBER = re.compile(r"[-+]?(?:0[0-7_]+|.*:.*)")
 _EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z")
 
 
@@ -89,11 +91,19 @@ def _walk(node: yaml.Node | None, path: EntryPath, lines: dict[EntryPath, int], 
         raise UserInputError(f"{name}:{node.start_mark.line + 1}: the aliases in this text expand without bounds; write the entries out")
     seen: set[Key] = set()
     for key, mark_node, child in _children(node):
+        _check_number(child, name)
         if key in seen:
             raise UserInputError(f"{name}:{mark_node.start_mark.line + 1}: {key!r} stands twice in one mapping; {_remedy(str(key))}")
         seen.add(key)
         lines[(*path, key)] = mark_node.start_mark.line + 1
         _walk(child, (*path, key), lines, name, (*open_nodes, id(node)))
+
+
+def _check_number(node: yaml.Node, name: str) -> None:
+    """Refuse numbers that mean something else in YAML 1.1 than to whoever writes them: 1:30 is 90 there, and 010 is 8."""
+    if isinstance(node, yaml.ScalarNode) and node.tag in _NUMBER_TAGS and _OLD_NUMBER.fullmatch(node.value):
+        line = node.start_mark.line + 1
+        raise UserInputError(f'{name}:{line}: YAML reads {node.value} as another number; write that number, or a text ("{node.value}")')
 
 
 def _children(node: yaml.Node | None) -> list[tuple[Key, yaml.Node, yaml.Node]]:

@@ -313,28 +313,41 @@ def _differences(name: str, module: nn.Module, built: nn.Module) -> list[str]:
 
 
 def dtype_notes(model: nn.Module) -> list[str]:
-    """Say that a model in memory holds weights of several dtypes: config.json names one, and readers cast all others to it.
+    """Say that a model in memory holds weights in other dtypes than readers do: that which config.json names, or float32 by its class.
 
     Args:
         model: compressed or not; not changed.
 
     Returns:
-        A sentence, or none: also of what is no model of transformers. Weights that its class keeps in float32 are none of these.
+        A sentence for each pair of dtypes, or none: also of what is no model of transformers.
     """
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         return []
-    kept = {*(model._keep_in_fp32_modules_strict or ()), *((model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else ())}
-    held = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
-    cast = sorted(name for name, value in held.items() if value.dtype != model.dtype and not any(one in name for one in kept))
-    if not cast:
-        return []
-    here, there = (str(dtype).removeprefix("torch.") for dtype in (held[cast[0]].dtype, model.dtype))
+    held = {name: value.dtype for name, value in model.named_parameters() if value.is_floating_point()}
+    cast: dict[tuple[torch.dtype, torch.dtype], list[str]] = {}
+    for name in sorted(held):
+        there = torch.float32 if _is_kept_wide(model, name) else model.dtype
+        if held[name] != there:
+            cast.setdefault((held[name], there), []).append(name)
     return [
-        f"{len(cast)} tensors ({some(cast)}) are {here} in this model, and {there}, the one dtype that config.json names, where its "
-        "checkpoint is loaded, so that it computes otherwise than this; cast the model to one dtype first"
+        f"{len(names)} tensors ({some(names)}) are {str(here).removeprefix('torch.')} in this model, and "
+        f"{str(there).removeprefix('torch.')}, {_WHY[there == model.dtype]}, where its checkpoint is loaded, so that it computes otherwise "
+        f"than this; cast {'the model to one dtype' if there == model.dtype else 'them to it'} first"
+        for (here, there), names in cast.items()
     ]
+
+
+_WHY = {True: "the one dtype that config.json names", False: "in which its class keeps them"}
+
+
+def _is_kept_wide(model: Any, name: str) -> bool:
+    """Whether a reader has a parameter of a model in half precision in float32; the class names parts of names."""
+    if model.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    named = {*(model._keep_in_fp32_modules_strict or ()), *((model._keep_in_fp32_modules or ()) if model.dtype == torch.float16 else ())}
+    return any(one in name for one in named)
 
 
 def buffer_notes(model: nn.Module) -> list[str]:

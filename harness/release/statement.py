@@ -7,6 +7,7 @@ pass over fields that they do not know: ours are `verdict`, `waivers` and `versi
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Container, Mapping, Sequence
 from datetime import date
 from fnmatch import fnmatchcase
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from compressor.errors import UserInputError
 from compressor.json_text import from_json, to_json
 from harness.release.files import contents, differences
-from harness.release.policy import Waiver
+from harness.release.policy import Waiver, is_waivable
 from harness.release.report import ReleaseReport
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome, Verdict
@@ -68,9 +69,11 @@ class Predicate(BaseModel):
     @classmethod
     def _names_what_it_rests_on(cls, found: tuple[Resource, ...]) -> tuple[Resource, ...]:
         names = [one.name for one in found]
-        has_weights = any(name.startswith("base/") and name.endswith(".safetensors") for name in names)
-        if len(set(names)) < len(names) or not {"dataset", "policy", "base/config.json"} < set(names) or not has_weights:
-            raise ValueError("must name base/config.json, the base's weights (base/*.safetensors), the dataset and the policy, each once")
+        if len(set(names)) < len(names) or not {"dataset", "policy", "base/config.json"} < set(names) or not _name_weights(names):
+            raise ValueError(
+                "must name base/config.json, the base's weights (base/model.safetensors, or the index and all its files), the dataset and "
+                "the policy, each once"
+            )
         return found
 
     @model_validator(mode="after")
@@ -83,10 +86,23 @@ class Predicate(BaseModel):
             f"result is {self.result}, and the tests say {result}": self.result != result,
             "a test stands in two lists": len(set(names)) < len(names),
             "what is waived is not among warnedTests": not self.waivers.keys() <= set(self.warned),
+            "what nothing can waive is waived": any(not is_waivable(name) for name in self.waivers),
         }
         if any(wrong.values()):
             raise ValueError(f"contradicts itself: {'; '.join(words for words, is_so in wrong.items() if is_so)}")
         return self
+
+
+def _name_weights(names: Sequence[str]) -> bool:
+    """Whether the weights of the base are among them; files of data may lie beside these. Of shards the names tell how many there are."""
+    if "base/model.safetensors" in names:
+        return True
+    shards = [found for name in names if (found := re.fullmatch(r"base/(.*)-(\d+)-of-(\d+)\.safetensors", name))]
+    kinds: dict[tuple[str, str], set[int]] = {}
+    for found in shards:
+        kinds.setdefault((found[1], found[3]), set()).add(int(found[2]))
+    is_whole = all(numbers >= {*range(1, int(total) + 1)} for (_, total), numbers in kinds.items())
+    return "base/model.safetensors.index.json" in names and any(name.endswith(".safetensors") for name in names) and is_whole
 
 
 def _verdict_of(passed: Sequence[str], warned: Sequence[str], failed: Sequence[str], waived: Container[str]) -> Verdict:

@@ -226,14 +226,21 @@ def _check_data(record: Mapping[str, Any], data: CalibrationData | None) -> Chec
     return DATA.record(Outcome.PASS, f"another data set than that of the calibration{also}")
 
 
+_SEEN = 0.8  # of the marks of a sample
 _MOST_SHARED = 0.25  # of the text, in which what templates and system prompts repeat counts once
 
 
 def _shared(recorded: Any, data: CalibrationData) -> float | None:
-    """The share of the marks of the data that those of the calibration hold; None where they are no marks."""
+    """How much of the data those of the calibration hold: of all marks, or of the samples; None where they are no marks.
+
+    A mark that comes again counts once, as templates and system prompts do; a sample that comes again counts each time.
+    """
     every, text = (recorded.get("every"), recorded.get("hex")) if isinstance(recorded, Mapping) else (None, None)
     if type(every) is not int or every < 1 or not isinstance(text, str) or _MARKS.fullmatch(text) is None:
         return None
     known = {text[place : place + 8] for place in range(0, len(text), 8)}
-    found = text_marks(token_rows(data.batches), every).marks
-    return sum(one in known for one in found) / len(found) if found else 0.0
+    samples = [marks for row in token_rows(data.batches) if (marks := text_marks([row], every).marks)]
+    if not samples:
+        return 0.0
+    shares = [sum(one in known for one in marks) / len(marks) for marks in ({one for marks in samples for one in marks}, *samples)]
+    return max(shares[0], sum(share >= _SEEN for share in shares[1:]) / len(samples))

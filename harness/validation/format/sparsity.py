@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from harness.reporting.record import CheckRecord, Claim
-from harness.reporting.verdict import Outcome
 from harness.validation.format.decoder import decode_module
 from harness.validation.format.record import RECORD_FILE, read_record
 from harness.validation.subject import Subject
@@ -44,9 +43,7 @@ def check_sparsity(subject: Subject) -> CheckRecord:
         findings += [f"{name}: {text}" for text in _faults(weight, share, structures)]
     evidence = {"modules": len(promised), "share of zeros": zeros / total if total else None}
     summary = f"{zeros / max(total, 1):.1%} of {total:,} weights in {len(promised)} modules are zero"
-    if findings:
-        return SPARSITY.record(Outcome.FAIL, f"{len(findings)} modules: {findings[0]}", evidence=evidence, findings=findings)
-    return SPARSITY.record(Outcome.PASS, summary, evidence=evidence)
+    return SPARSITY.found(findings, summary, evidence=evidence, noun="broken promise")
 
 
 def _unreadable(modules: Any) -> list[str]:

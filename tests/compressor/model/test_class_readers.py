@@ -13,7 +13,7 @@ import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaPreTrainedModel
 
 from compressor import load_compressed, oneshot, plan
 from compressor.errors import SchemeError, TargetError
@@ -197,6 +197,22 @@ def test_weights_of_several_dtypes_are_said_before_the_run(recipe: dict[str, Any
     assert not torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(result.model))
     for plain in (model_of("Llama").bfloat16(), model_of("Llama")):
         assert not any("the one dtype" in note for note in oneshot(plain, recipe=recipe).report.notes)
+
+
+def test_weights_that_their_class_keeps_in_float32_are_said_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was cast as a whole computes otherwise than its checkpoint, in which a reader has them in float32 (DeepSeek-V4)."""
+    monkeypatch.setattr(LlamaPreTrainedModel, "_keep_in_fp32_modules_strict", ["input_layernorm"])
+    recipe = {"QuantizationModifier": {"scheme": "W8A8", "ignore": ["lm_head"]}}
+    model = model_of("Llama").bfloat16()
+    said = r"1 tensors \(model.layers.0.input_layernorm.weight\) are bfloat16 in this model, and float32, in which its class"
+    with pytest.warns(UserWarning, match=said):
+        oneshot(model, recipe=recipe, output_dir=tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    layer = again.model.layers[0]
+    assert (layer.input_layernorm.weight.dtype, layer.post_attention_layernorm.weight.dtype) == (torch.float32, torch.bfloat16)
+    model_of("Llama").bfloat16().save_pretrained(tmp_path / "base")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert not any("keeps them" in note for note in oneshot(read, recipe=recipe).report.notes)
 
 
 def test_an_embedding_without_a_head_is_tied_to_nothing_whatever_the_config_says(tmp_path: Path) -> None:

@@ -271,6 +271,9 @@ def loaded(name: str) -> nn.Module:
     finally:
         torch.set_default_dtype(torch.float32)
     draw_weights(model, 0)
+    for name, parameter in model.named_parameters():  # as a loader has them
+        if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
+            parameter.data = parameter.data.float()
     for module in model.modules():
         config: Any = module.__dict__.get("config")
         if getattr(config, "use_cache", False):

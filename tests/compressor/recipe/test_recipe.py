@@ -455,6 +455,14 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "empty list in a group": ("a_stage:\n  b_modifiers: []", "recipe: it holds no modifier"),
     "a number": ("3\n", "recipe: 3 is no recipe"),
     "text": ("just words\nand more\n", "recipe: 'just words and more' is neither an existing file nor the text of a recipe"),
+    "minutes": (
+        HEAD + "    ToyModifier: {extras: 1:30}",
+        'recipe:3: YAML reads 1:30 as another number; write that number, or a text ("1:30")',
+    ),
+    "octal digits": (
+        HEAD + "    ToyModifier: {block_size: 0128}\n    OtherModifier: {block_size: 012}",
+        "recipe:4: YAML reads 012 as another",
+    ),
     "broken yaml": ("a_stage:\n  b_modifiers: [\n", "recipe:3: this is not safe YAML"),
     "impossible date": ("ToyModifier: {scheme: 2024-13-45}", "recipe: this is not safe YAML"),
     "unreadable character": ("ToyModifier: {scheme: '\x00'}", "recipe: this is not safe YAML"),
@@ -681,7 +689,8 @@ def test_what_is_written_reads_back_equal(modifiers: list[ToyModifier]) -> None:
     assert again.dump() == recipe.dump()
 
 
-STAGES = st.tuples(NAMES, st.sampled_from([None, "oneshot", "train"]), st.lists(MODIFIERS, min_size=1, max_size=3))
+STAGE_NAMES = NAMES.filter(lambda name: "${" not in name)  # there it would stand for an argument, and is refused
+STAGES = st.tuples(STAGE_NAMES, st.sampled_from([None, "oneshot", "train"]), st.lists(MODIFIERS, min_size=1, max_size=3))
 
 
 @given(st.lists(STAGES, min_size=1, max_size=3, unique_by=lambda stage: stage[0]))

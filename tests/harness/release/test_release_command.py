@@ -137,6 +137,13 @@ CONTRADICTIONS: dict[str, tuple[dict[str, object], str]] = {
     "warned tests": ({"warnedTests": ["command.unsure", "command.wrong", "x.y"]}, "the tests say inconclusive"),
     "nothing passed": ({"passedTests": []}, "the tests say inconclusive"),
     "two lists": ({"passedTests": ["command.wrong"]}, "a test stands in two lists"),
+    "policy waived": (
+        {
+            "warnedTests": ["command.unsure", "command.wrong", "policy.required"],
+            "waivers": {name: {"reason": "r", "until": "2999-01-01"} for name in ("command.unsure", "command.wrong", "policy.required")},
+        },
+        "what nothing can waive is waived",
+    ),
     "waived": ({"warnedTests": [], "passedTests": ["a.b"]}, "what is waived is not among warnedTests"),
 }
 
@@ -157,6 +164,17 @@ def test_a_statement_that_does_not_say_what_it_rests_on_is_none(signed: Path, ma
     rests_on = sound["predicate"]["configuration"]
     parts = ("dataset", "policy", "base/", "base/config.json", "base/model.safetensors")
     without = [[one for one in rests_on if not one["name"].startswith(kind)] for kind in parts]
+    shards = [{**rests_on[0], "name": f"base/model-0000{number}-of-00003.safetensors"} for number in (1, 2, 3)]
+    others = [one for one in rests_on if one["name"] != "base/model.safetensors"]
+    index = {**rests_on[0], "name": "base/model.safetensors.index.json"}
+    held_out = {**rests_on[0], "name": "base/heldout.safetensors"}
+    without += [
+        [*others, held_out],
+        [*others, *shards],
+        [*others, index],
+        [*others, index, *shards[:2]],
+        [*others, index, shards[0], shards[2]],
+    ]
     nameless = [[{**one, "name": ""} if one["name"] == "base/model.safetensors" else one for one in rests_on]]
     wrong = [{"configuration": one} for one in ([], rests_on + rests_on[:1], *without, *nameless)] + [
         {"versions": one} for one in (7, None, {"torch": 2}, {}, {"torch": ""})

@@ -93,6 +93,20 @@ def test_text_that_was_calibrated_on_is_told_however_it_is_cut(tmp_path, calibra
     assert len(seen.marks.marks) <= 4096 and (seen.marks.every > 1) == (seen.num_tokens > 6000)
 
 
+def test_a_sample_that_comes_again_counts_each_time_and_a_template_once(tmp_path):
+    rows = torch.randint(0, 500, (40, 120), generator=torch.Generator().manual_seed(4)).tolist()
+    template = rows[0][:60]
+    cases = {
+        "one sample that comes again": (rows[:1], [*rows[:1] * 15, *rows[10:30]], "fail"),
+        "a template that comes again": ([template + row[60:] for row in rows[:20]], [template + row[60:] for row in rows[20:]], "pass"),
+    }
+    for seen, held, outcome in cases.values():
+        known, data = load_dataset_source(seen), load_dataset_source(held)
+        (tmp_path / "compression.json").write_text(json.dumps({"data": {"sha256": known.sha256, "marks": known.marks.record}}))
+        (record,) = [one for one in check_record(tmp_path, {}, [], data) if one.name == "record.data"]
+        assert record.outcome.value == outcome, record.summary
+
+
 def test_a_broken_record_fails_and_none_is_skipped(tmp_path):
     assert {outcome for outcome, _ in outcomes(tmp_path, None).values()} == {"skip"}
     assert outcomes(tmp_path, "{")["record.base"][0] == "fail"
