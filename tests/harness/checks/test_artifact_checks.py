@@ -175,6 +175,17 @@ def test_a_checkpoint_that_loads_alike_everywhere_is_held_against_its_base(plant
     assert outcome(trained, "artifact.against_base")[0] is (Outcome.PASS if "sqnr" in said or "tensors" in said else Outcome.FAIL)
 
 
+@pytest.mark.parametrize("part", ["tensors", "base", "quantization_config"])
+def test_a_record_that_says_nothing_of_what_was_written_is_told(part, spoiled):
+    def shorten(folder):
+        record = json.loads((folder / "compression.json").read_text())
+        del record[part]
+        (folder / "compression.json").write_text(json.dumps(record))
+
+    state, said = outcome(spoiled(shorten), "artifact.against_base")
+    assert state is Outcome.FAIL and "compress again" in said
+
+
 @pytest.mark.nightly
 def test_with_a_record_one_bit_is_enough(saved, spoiled):
     assert outcome(saved, "artifact.against_base")[0] is Outcome.PASS

@@ -90,6 +90,12 @@ def test_what_is_changed_beside_the_choice_is_told(name: str) -> None:
     assert record.outcome == "fail" and says in record.summary, record.summary
 
 
+def test_a_tensor_that_the_class_does_not_have_is_told() -> None:
+    also = Plain(lambda model: model.register_buffer("gone", torch.ones(1)))
+    record = harness.check(also, checks=["expert_pruner.smaller_model"], draws=False).records[0]
+    assert record.outcome == "fail" and "gone is no tensor of the class" in record.summary, record.summary
+
+
 def test_a_class_that_is_patched_is_told() -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock as Block
 
