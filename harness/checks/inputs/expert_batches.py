@@ -90,6 +90,7 @@ BATCHES: Mapping[str, Mistake] = {
     "no more tokens than in the first": lambda masks: [_cut(mask, 1, masks[0]) for mask in masks],
     "no more rows than in the first": lambda masks: [_cut(mask, 0, masks[0]) for mask in masks],
     "no long batches": _each(_none, lambda mask: mask.shape[1] > LONG),
+    "no single tokens": _each(_none, lambda mask: mask.shape[:2].numel() == 1),
 }
 
 
@@ -155,7 +156,7 @@ def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, generator: torch.G
 def _cut_rows(rows: Tensor, most: int, generator: torch.Generator, sides: Sequence[str]) -> tuple[Tensor, Tensor]:
     """Places of a batch in [R, T] as it lies in memory, and where its tokens are; one batch in six has no padding."""
     rows = rows[: 1 + int(_between(0, len(rows), generator))]
-    width = int(_log_between(2, most + 1, generator))
+    width = int(_log_between(1, most + 1, generator))
     side = sides[int(_between(0, len(sides), generator))] if sides and _between(0, 6, generator) > 1 else ""
     lengths = torch.tensor([[int(_log_between(1, width + 1, generator)) if side else width] for _ in rows])
     at = (torch.arange(width) - (width - lengths if side == "left" else 0)) % width
