@@ -224,7 +224,8 @@ class _Pruned(NamedTuple):
 
 def _pruned(subject: ExpertPruner, context: CheckContext, architecture: str) -> _Pruned:
     def make() -> _Pruned:
-        model = build(architecture, seed=context.seed)
+        model: Any = build(architecture, seed=context.seed)
+        model.get_output_embeddings().train()  # whoever sets all modules to one mode, and not back, is seen
         base = copy.deepcopy(model)
         kept = _prune(subject, model, token_ids(model, seed=context.seed))
         return _Pruned(base, model, reloaded(model), kept)

@@ -73,6 +73,7 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "a seed": (lambda model: torch.manual_seed(0), "rng was seeded or drawn from"),
     "gradients": (lambda model: model.lm_head.weight.requires_grad_(False), "lm_head.weight: requires_grad changed: True -> False"),
     "gradients of experts": (lambda model: _blocks(model)[0].experts.requires_grad_(False), "requires_grad changed: True -> False"),
+    "evaluation": (lambda model: model.eval(), "training changed: True -> False"),
     "training": (lambda model: model.train(), "training changed: False -> True"),
 }  # fmt: skip
 
