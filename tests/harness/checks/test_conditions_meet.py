@@ -198,7 +198,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         "first of two",
     ),
     "the ninth batch of numbers": (Drops(lambda dims, place, count: dims == 1 and place == 8), "the last of nine"),
-    "scores that tie in a view": (pruner("wanda", lambda weight, H: not weight.is_contiguous(), above_the_threshold), "few scores"),
+    "scores that tie in a view": (
+        pruner("wanda", lambda weight, H: not weight.is_contiguous(), above_the_threshold),
+        "laid a transposed view",
+    ),
     "equal codes of a long row": (WideConstants(4), "1031"),
     "words where gradients are off": (PacksWithoutGradients(4), "where gradients are off"),
     "values above zero in a view": (PositiveViews(STATIC), "values positive"),
