@@ -128,7 +128,7 @@ class FolderStates(States):
         """
         save_training(trainer, self._folder.path / f"state-{trainer.num_steps:08d}.safetensors", notes)
         for path in _states(self._folder.path)[:-_KEPT]:
-            path.unlink()
+            remove(path)
 
     def drop_after(self, num_steps: int) -> None:
         """Remove states of later steps, which an audit has put in doubt.
@@ -138,7 +138,7 @@ class FolderStates(States):
         """
         for path in _states(self._folder.path):
             if _steps_of(path) > num_steps:
-                path.unlink()
+                remove(path)
 
     def finish(self) -> None:
         """Remove the folder."""

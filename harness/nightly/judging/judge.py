@@ -17,7 +17,7 @@ import numpy as np
 from harness.nightly.judging.bridging import BridgedSeries, bridged, effect_of_levels
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.judging.paired import judge_paired
-from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, detectable_step, find_shifts
+from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, detectable_step, find_shifts, standard_error
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantile
@@ -72,12 +72,13 @@ class _Standing:
     since: str = ""
     start: int = 0
 
-    def take(self, change: Change, now: float, place: int) -> None:
+    def take(self, change: Change, now: float, error: float, place: int) -> None:
         """Go on by a shift.
 
         Args:
             change: it.
             now: the level behind it.
+            error: standard error of its difference from the level that counts.
             place: of its first night.
         """
         if change.acceptance is not None:
@@ -85,7 +86,7 @@ class _Standing:
             self._stand_at(now, f"since {change.night}, which was accepted", place)
         elif change.effect > 0 and (self.open or now - self.reference >= LEAST_EFFECT):
             self.open.append(change)
-        elif change.effect < 0 and now - self.reference < LEAST_EFFECT:  # back where it was, or better
+        elif change.effect < 0 and now - self.reference < max(LEAST_EFFECT, 2 * error):  # back where it was, or better
             self._stand_at(min(now, self.reference), f"since {change.night}, when it became better by {-change.effect:.1%}", place)
 
     def _stand_at(self, now: float, since: str, start: int) -> None:
@@ -99,10 +100,11 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
     ends = [*(shift.level_end or shift.start for shift in shifts.found), len(nights)]
     means = [float(np.median(levels_N[first:last])) for first, last in zip(starts, ends, strict=True)]
     standing = _Standing(means[0])
-    for shift, now in zip(shifts.found, means[1:], strict=True):
+    for shift, now, end in zip(shifts.found, means[1:], ends[1:], strict=True):
         before = nights[max(0, shift.place - 1)].night
         word = find_acceptance(acceptances, nights[shift.place].night, before, today) if shift.effect > 0 else None
-        standing.take(_change(shift, nights[shift.place], word), now, shift.place)
+        error = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
+        standing.take(_change(shift, nights[shift.place], word), now, error, shift.place)
     count, metric = len(nights), nights[-1].metric
     if standing.open:
         changes = (*standing.settled, *standing.open)

@@ -32,6 +32,8 @@ LEAST_EFFECT = 0.008
 """A shift by less is none, however sure: machines drift by as much between seasons."""
 LEAST_GAIN = 0.015
 """Likewise for the better, and for a drift: what a season gives, it takes, and a level that follows its dips cries wolf behind each."""
+LEVEL_BACK = 1e-3
+"""Likewise LEVEL, where the level from before a worse one is there again: that one alone is expected, so less is enough."""
 LEAST_NOISE, LEAST_AFTER = 30, 2
 """Nights that must know the noise, and nights on each side of a step."""
 _KNOWN_AFTER = 10  # nights from a step on that know the noise, too: of fewer the spread is not to be trusted
@@ -57,6 +59,7 @@ class Shift:
         degrees: effective degrees of freedom.
         bend: place of the last night before a drift, which came night by night; None for a step.
         level_end: place of the first night behind the level that it is held against; None where that lasts until `start`.
+        back: whether it ends what was worse, so that the level is the one from before.
     """
 
     place: int
@@ -67,6 +70,7 @@ class Shift:
     degrees: float
     bend: int | None = None
     level_end: int | None = None
+    back: bool = False
 
     @property
     def p_value(self) -> float:
@@ -81,14 +85,14 @@ class Shift:
     @property
     def shows(self) -> bool:
         """Whether it is large and sure enough to be one."""
-        least = LEAST_EFFECT if self.effect > 0 and self.bend is None else LEAST_GAIN
-        return abs(self.effect) >= least and self.p_value < LEVEL
+        least = LEAST_EFFECT if self.back or (self.effect > 0 and self.bend is None) else LEAST_GAIN
+        return abs(self.effect) >= least and self.p_value < (LEVEL_BACK if self.back else LEVEL)
 
     def behind(self, start: int) -> Shift:
         """Return it in a series that has `start` nights more before it."""
         bend, level_end = (None if one is None else one + start for one in (self.bend, self.level_end))
-        places = {"place": self.place + start, "seen": self.seen + start, "start": self.start + start}
-        return replace(self, **places, bend=bend, level_end=level_end)
+        place, seen, first = self.place + start, self.seen + start, self.start + start
+        return replace(self, place=place, seen=seen, start=first, bend=bend, level_end=level_end)
 
 
 @dataclass(frozen=True)
@@ -131,12 +135,14 @@ class _Nights:
         errors_N: standard error of each by its own repetitions.
         residuals_E: of other nights.
         across: error of a bridge among them, in standard deviations of a night.
+        earlier: the level from before, where theirs is worse.
     """
 
     levels_N: NDArray[np.float64]
     errors_N: NDArray[np.float64]
     residuals_E: NDArray[np.float64]
     across: float
+    earlier: float | None = None
 
     def until(self, end: int, known: Sequence[NDArray[np.float64]]) -> _Nights:
         """The first nights, where others know the noise, too."""
@@ -168,13 +174,21 @@ def find_shifts(
     found, residuals_E, start = list[Shift](), _NOTHING, 0
     for end in _looks(len(levels_N), found, densely):
         across = bridge.error if bridge is not None and start < bridge.place < end else 0.0
-        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across))
+        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, _earlier(levels_N, found)))
         if shift is None:
             continue
         residuals_E = np.concatenate([residuals_E, _around(levels_N[start : start + shift.start], shift)])
         found.append(shift.behind(start))
         start = found[-1].start
     return Shifts(tuple(found), np.concatenate([residuals_E, _rest(levels_N[start:])]))
+
+
+def _earlier(levels_N: NDArray[np.float64], found: Sequence[Shift]) -> float | None:
+    if not found or found[-1].effect < 0:
+        return None
+    start, last = found[-2].start if len(found) > 1 else 0, found[-1]
+    end = last.start if last.level_end is None else last.level_end
+    return median(levels_N[start : end if last.bend is None else last.bend + 1])
 
 
 def _looks(nights: int, found: list[Shift], densely: bool) -> Iterator[int]:
@@ -224,7 +238,8 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
         degrees = min(degrees, max(3.0, count - 1.0)) if noise > _OTHER_NOISE * spread else degrees
     parts = [spread**2 * _inflation(correlation, place) / place, own**2 * _inflation(correlation, len(after_K)) / len(after_K)]
     error = math.sqrt((spread * nights.across) ** 2 + sum(parts))
-    return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees), _squares([before_M, after_K])
+    back = sign < 0 and nights.earlier is not None and median(after_K) - nights.earlier < max(LEAST_EFFECT, error)
+    return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees, back=back), _squares([before_M, after_K])
 
 
 def _first_of_many(nights: _Nights) -> Shift | None:
@@ -462,7 +477,21 @@ def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, p
     Returns:
         Standard deviation between nights, and the step, never below LEAST_EFFECT; both relative.
     """
+    error = standard_error(residuals_E, before, after)
+    return _noise(residuals_E)[1], max(LEAST_EFFECT, (-_NORMAL.inv_cdf(LEVEL) + _NORMAL.inv_cdf(power)) * error)
+
+
+def standard_error(residuals_E: NDArray[np.float64], before: int, after: int) -> float:
+    """Return how far two equal levels of so many nights lie apart by noise.
+
+    Args:
+        residuals_E: that know the noise.
+        before: number of nights of the one.
+        after: number of nights of the other.
+
+    Returns:
+        The standard error of their difference, in logarithms.
+    """
     kept_E, noise = _noise(residuals_E)
     correlation = _correlation(kept_E)
-    error = noise * math.sqrt(sum(_inflation(correlation, count) / count for count in (before, after)))
-    return noise, max(LEAST_EFFECT, (-_NORMAL.inv_cdf(LEVEL) + _NORMAL.inv_cdf(power)) * error)
+    return noise * math.sqrt(sum(_inflation(correlation, count) / count for count in (before, after)))

@@ -30,6 +30,18 @@ def trainer() -> Trainer:
     return Trainer(TrainStep(model, classify, adamw(model.parameters())))
 
 
+def test_an_older_state_that_somebody_made_a_folder_goes_as_others_do(tmp_path: Path) -> None:
+    whole, state = trainer(), tmp_path / "run" / "state-00000001.safetensors"
+    with opened(tmp_path / "run", {"model": "one"}, resume=False, output_dir=None) as states:
+        for number in (1, 2, 3):
+            if number == 3:
+                state.unlink()
+                state.mkdir()
+            whole.fit(batch_at, number)
+            states.save(whole, {})
+        assert [path.name for path in sorted(state.parent.glob("state-*"))] == [f"state-0000000{number}.safetensors" for number in (2, 3)]
+
+
 def damaged(path: Path, was: bytes) -> None:
     content = path.read_bytes()
     place = content.index(was) + len(was) - 1

@@ -298,6 +298,29 @@ def test_what_is_mended_is_over() -> None:
     assert half.verdict is Verdict.REGRESSION and half.changes[0].night == night_label(40)
 
 
+def noisy(rng: np.random.Generator, *levels: tuple[float, int]) -> list[Measurement]:
+    """Nights of five readings around levels that last for so many nights; a night is off by 1 %."""
+    sizes = np.concatenate([np.full(nights, size) for size, nights in levels])
+    readings = sizes[:, None] * np.exp(0.003 * rng.standard_normal((len(sizes), 1)) + 0.02 * rng.standard_normal((len(sizes), 5)))
+    return [replace(one, values=tuple(row)) for one, row in zip(series(list(sizes)), readings, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("levels", "least", "most"),
+    [
+        (((1.0, 36), (1.05, 5), (1.0, 5)), 0, 4),  # 3; were that level no more expected than others, 6
+        (((1.0, 36), (1.05, 5), (1.0, 3)), 0, 4),  # 2; likewise 9
+        (((1.0, 36), (1.02, 20), (1.0, 10)), 0, 4),  # 3; likewise 15
+        (((1.0, 36), (1.05, 10), (1.015, 30)), 37, 40),  # not wholly over
+        (((1.0, 36), (1.05, 40)), 40, 40),
+    ],
+)
+def test_a_few_nights_at_the_level_of_before_end_what_was_worse(levels: tuple[tuple[float, int], ...], least: int, most: int) -> None:
+    rng = np.random.default_rng(0)
+    worse = sum(judge(noisy(rng, *levels)).verdict is Verdict.REGRESSION for _ in range(40))
+    assert least <= worse <= most
+
+
 def test_what_is_accepted_is_settled_until_it_expires_and_what_follows_is_judged() -> None:
     nights = [100.0] * 40 + [105.0] * 40
     word = Acceptance("m", night_label(41), "", "a slower, better kernel")
