@@ -181,6 +181,7 @@ class NumericEqual(Contract):
         judged = [self._judge(pair, several, held, shapes) for several in zip(*rows, strict=True)]
         found = [finding for finding in judged if finding is not None]
         found += self._unvaried(pair, [inputs for inputs, _ in drawings])
+        self._count_rows(pair, [inputs for inputs, _ in drawings])
         if found or self._inputs is not None:
             return found
         several = [[inputs for inputs, _ in one] for one in (as_large, *sized)]
@@ -199,11 +200,6 @@ class NumericEqual(Contract):
         drawings += self._with_special_ids(pair, first, before)
         others = (*other_inputs(pair.before, first, self._seed), *small_inputs(pair.before, first))
         drawings += [_accepted(before, first, other, tables) for other in others]
-        for name, rows in tables.items():
-            named = np.unique(np.concatenate([one[name].ravel() for one, _ in drawings])) if name in first else np.arange(rows)
-            used = int(((named >= 0) & (named < rows)).sum())
-            if used < rows:
-                pair.notes.append(f"{self.name}: {name} named {used} of {rows:,} rows of its table; the others were not looked at")
         same = [name for name, one in first.items() if one.size and all(np.array_equal(one, other[name]) for other, _ in drawings)]
         if same:
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
@@ -239,6 +235,14 @@ class NumericEqual(Contract):
         if refused:
             pair.notes.append(f"{self.name}: {_BEFORE} refuses {some(list(refused))}, a number that it compares with; it was not looked at")
         return drawings
+
+    def _count_rows(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Note the rows of tables that no id named, in whatever drawing and size."""
+        for name, rows in reached_tables(pair.before).items() if self._inputs is None else ():
+            named = np.unique(np.concatenate([one[name].ravel() for one in drawn])) if name in drawn[0] else np.arange(rows)
+            used = int(((named >= 0) & (named < rows)).sum())
+            if used < rows:
+                pair.notes.append(f"{self.name}: {name} named {used:,} of {rows:,} rows of its table; the others were not looked at")
 
     def _unvaried(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> list[Finding]:
         """Ids that named the same rows throughout: of the others nothing is known. One number alone may be a length, which shapes force."""
