@@ -11,7 +11,7 @@ import numpy as np
 
 from compressor.errors import UserInputError
 from compressor.model.folder import some
-from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in
+from harness.onnx_graph.census.baseline import RoleWeight, columns_of, describe, packed_in
 from harness.onnx_graph.census.census import ROLES, Block, Status
 from harness.onnx_graph.census.flow import Shapes
 from harness.onnx_graph.census.parts import takes_a_part
@@ -252,8 +252,7 @@ class RoleWeights(RoleContract):
         assert now is not None
         layer = f"{now.op} {now.name} [{now.shape[0]}, {now.shape[1]}]"
         if not self._is_close(was.projection, now):
-            sqnr = sqnr_db(was.projection.matrix_IO, now.matrix_IO)
-            text = f"{was.where}: expected its own weight, found {layer} with {_what(pair, was, now, sqnr)}"
+            text = f"{was.where}: expected its own weight, found {layer} with {_what(pair, was, now)}"
             return self.violated(text, was.block, was.role)
         lost = self._lost_beside(was.projection, now)
         return self.violated(f"{was.where}: {layer} is kept, but {lost}", was.block, was.role) if lost else None
@@ -342,8 +341,8 @@ class QDQPreserved(RoleContract):
         changed = [(old, new) for old, new in _in_codes(one.projection, now) if old.fingerprint != new.fingerprint]
         if not changed:
             return None
-        sqnr = min(sqnr_db(old.matrix_IO, new.matrix_IO) for old, new in changed)
-        return self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
+        far = _distance(*min(changed, key=lambda pair: sqnr_db(*(layer.matrix_IO for layer in pair))))
+        return self.violated(f"{one.where}: its dequantized weight changed, {far} what it was", one.block, one.role)
 
     def _other_layers(self, lost: Lost, has_codes: bool) -> Iterator[Finding]:
         """All layers and tables by their numbers. Where none has these any more they may have been merged or folded, into codes or not."""
@@ -395,7 +394,7 @@ def _unread(block: Block, when: str) -> str:
     return f"block {block.index}, {when}: its roles are unknown, so nobody can say whether its layers are kept; {block.note}"
 
 
-def _what(pair: Pair, was: RoleWeight, now: Projection, sqnr: float) -> str:
+def _what(pair: Pair, was: RoleWeight, now: Projection) -> str:
     """Say what a wrong weight is."""
     other = pair.baseline.named(now.fingerprint)
     if other is not None:
@@ -405,10 +404,21 @@ def _what(pair: Pair, was: RoleWeight, now: Projection, sqnr: float) -> str:
         return "the same weight transposed"
     if expected.shape == now.matrix_IO.shape and (factor := _factor(expected, now.matrix_IO)) is not None:
         scaled = f"{factor:.6g}"
-        return f"the same weight times {scaled}" if scaled != "1" else f"nearly the same weight, {sqnr:.1f} dB from its own"
+        return f"the same weight times {scaled}" if scaled != "1" else f"nearly the same weight, {_distance(was.projection, now)} its own"
     if now.shape[0] == expected.shape[0] and now.shape[1] > expected.shape[1]:
         return f"several projections packed into [{now.shape[0]}, {now.shape[1]}]"
-    return f"another weight, {sqnr:.1f} dB from its own"
+    if columns := columns_of(expected, now.matrix_IO):
+        return f"{columns} alone of its own [{expected.shape[0]}, {expected.shape[1]}]"
+    return f"another weight, {_distance(was.projection, now)} its own"
+
+
+def _distance(was: Projection, now: Projection) -> str:
+    """How far two weights are apart, in words that the second one's name follows."""
+    if was.matrix_IO.shape != now.matrix_IO.shape:
+        return f"{list(now.matrix_IO.shape)} in place of the {list(was.matrix_IO.shape)} of"
+    if not (np.isfinite(was.matrix_IO).all() and np.isfinite(now.matrix_IO).all()):
+        return "with NaN or infinite numbers in it or in"
+    return f"{sqnr_db(was.matrix_IO, now.matrix_IO):.1f} dB from"
 
 
 def _factor(expected: np.ndarray, actual: np.ndarray) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,33 @@ def test_each_role_is_found_in_a_packed_weight_the_last_one_too(attention_graph:
     block = census(optimize(attention_graph, "onnxsim")).blocks[0]
     places = [packed_in(one.projection.matrix_IO, block).partition(" of ")[0] for one in take_baseline(attention_graph).of_block(0)]
     assert places == ["columns 0:32", "columns 32:64", "columns 64:96"]
+
+
+def test_a_weight_that_is_unpacked_is_said_to_be_its_columns(attention_graph: onnx.ModelProto) -> None:
+    texts = [one.text for one in RoleWeights().check(optimize(attention_graph, "onnxsim"), attention_graph).findings]
+    places = [text.partition(" [32, 32] with ")[2] for text in texts]
+    assert places == [f"columns {at}:{at + 32} alone of its own [32, 96]" for at in (0, 32, 64)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weight: weight[:, :16][:, ::-1], "another weight, [32, 16] in place of the [32, 32] of its own"),
+        (lambda weight: np.where(weight > 0, weight, np.nan), "another weight, with NaN or infinite numbers in it or in its own"),
+    ],
+)
+def test_weights_that_no_ratio_compares_are_told_by_what_differs(
+    attention_graph: onnx.ModelProto, change: Callable[[np.ndarray], np.ndarray], said: str
+) -> None:
+    other = onnx.ModelProto.FromString(attention_graph.SerializeToString())
+    for name in ("wq", "wk"):
+        tensor = next(one for one in other.graph.initializer if one.name == name)
+        tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(change(numpy_helper.to_array(tensor))), name))
+    for role in "qk":
+        shape = next(one for one in other.graph.initializer if one.name == f"split_{role}")
+        shape.CopyFrom(numpy_helper.from_array(np.array([*numpy_helper.to_array(shape)[:3], -1]), f"split_{role}"))
+    findings = RoleWeights().check(attention_graph, other).findings
+    assert [one.role for one in findings] == ["q", "k"] and all(one.text.endswith(said) for one in findings)
 
 
 def test_one_step_of_one_weight_is_not_called_the_same_weight(attention_graph: onnx.ModelProto) -> None:
