@@ -26,6 +26,7 @@ from harness.onnx_graph.graph.drawn_inputs import (
     zeroed_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
+from harness.onnx_graph.graph.local_functions import calls
 from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import (
@@ -55,7 +56,7 @@ class AllowedDomains(Contract):
         self._domains = None if domains is None else frozenset(domains)
 
     def findings(self, pair: Pair) -> list[Finding]:
-        """Look at every node, also inside of subgraphs and functions.
+        """Look at every node, also inside of subgraphs and functions, and at the calls of these.
 
         Args:
             pair: before and after.
@@ -479,9 +480,10 @@ def _random(pair: Pair) -> list[tuple[str, list[str]]]:
 
 
 def _domains(model: onnx.ModelProto) -> dict[str, dict[str, int]]:
-    """Domain to operator to count."""
+    """Domain to operator to count. A local function is an operator, too, which not every runtime knows, beside those in it."""
     found: dict[str, dict[str, int]] = {}
-    for node in load_graph(model).graph.all_nodes():
-        operators = found.setdefault("" if node.domain == "ai.onnx" else node.domain, {})
-        operators[node.op_type] = operators.get(node.op_type, 0) + 1
+    inside = ((node.domain, node.op_type) for node in load_graph(model).graph.all_nodes())
+    for domain, operator in (*inside, *((node.domain, node.op_type) for node in calls(model))):
+        operators = found.setdefault("" if domain == "ai.onnx" else domain, {})
+        operators[operator] = operators.get(operator, 0) + 1
     return found
