@@ -72,6 +72,22 @@ def _without_mixing(model: onnx.ModelProto) -> onnx.ModelProto:
     return cut
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("rest", "holding"), [(0.0, Holding.HOLDS), (1.0, Holding.VIOLATED)])
+def test_a_weight_that_zeros_pad_is_still_one_of_its_own(
+    attention_graph: onnx.ModelProto, axis: int, rest: float, holding: Holding
+) -> None:
+    padded = onnx.ModelProto.FromString(attention_graph.SerializeToString())
+    tensor = next(one for one in padded.graph.initializer if one.name == "wq")
+    pads = [(0, 8 * (at == axis)) for at in range(2)]
+    tensor.CopyFrom(numpy_helper.from_array(np.pad(numpy_helper.to_array(tensor), pads, constant_values=rest), "padded"))
+    padded.graph.node.insert(0, helper.make_node("Slice", ["padded", "start", "end", "axis"], ["wq"]))
+    held = {"start": [0], "end": [32], "axis": [axis]}
+    padded.graph.initializer.extend(numpy_helper.from_array(np.array(one), name) for name, one in held.items())
+    assert SeparateQKV().check(attention_graph, padded).holding is holding
+    assert RoleWeights().check(attention_graph, padded).holds
+
+
 @pytest.mark.parametrize("contract", [SeparateQKV(), SameBlockCount()], ids=lambda contract: contract.name)
 def test_a_block_that_vanished_is_a_violation(attention_graph: onnx.ModelProto, contract: Any) -> None:
     result = contract.check(attention_graph, _without_mixing(attention_graph))
