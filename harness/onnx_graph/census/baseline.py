@@ -151,15 +151,28 @@ def packed_in(matrix_IO: np.ndarray, block: Block) -> str:
     Returns:
         For example `columns 768:1536 of MatMul_12 [768, 2304]`; empty if it is in none of the block's layers.
     """
-    width = matrix_IO.shape[1]
     for layer in {id(one.node): one for layers in block.projections.values() for one in layers}.values():
-        rows, columns = layer.shape
-        if rows != matrix_IO.shape[0] or columns <= width:
-            continue
-        for start in range(0, columns - width + 1, max(1, np.gcd(width, columns))):
-            if _is_close(layer.matrix_IO[:, start : start + width], matrix_IO):
-                return f"columns {start}:{start + width} of {layer.op} {layer.name} [{rows}, {columns}]"
+        if columns := columns_of(layer.matrix_IO, matrix_IO):
+            return f"{columns} of {layer.op} {layer.name} [{layer.shape[0]}, {layer.shape[1]}]"
     return ""
+
+
+def columns_of(whole_IO: np.ndarray, part_IO: np.ndarray) -> str:
+    """Say which columns of a weight another one is, also where one of them was quantized.
+
+    Args:
+        whole_IO: the weight.
+        part_IO: a narrower one.
+
+    Returns:
+        For example `columns 768:1536`; empty if it is none, or as wide.
+    """
+    width, columns = part_IO.shape[1], whole_IO.shape[1]
+    if len(whole_IO) != len(part_IO) or columns <= width:
+        return ""
+    starts = range(0, columns - width + 1, max(1, np.gcd(width, columns)))
+    found = (start for start in starts if _is_close(whole_IO[:, start : start + width], part_IO))
+    return next((f"columns {start}:{start + width}" for start in found), "")
 
 
 def _is_close(one: np.ndarray, other: np.ndarray) -> bool:

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from harness.onnx_graph.census.flow import is_opaque, operands
 from harness.onnx_graph.census.products import Equation
 from harness.onnx_graph.graph.constants import Constants
-from harness.onnx_graph.graph.view import label
+from harness.onnx_graph.graph.view import label, tensor_of
 
 _TURNS_WITHIN = 1e-2
 """Of half precision and a few hundred rows."""
@@ -84,10 +84,13 @@ class Projection:
 
     @property
     def cut_from(self) -> str:
-        """The name and shape of the constant that it is a part of; empty where it is all of it."""
+        """The name and shape of the constant that it is a part of; empty where it is all of it but for zeros that pad it."""
         sizes = {one: math.prod(one.shape.numpy()) for one in self.sources if one.shape is not None}
         held = max(sizes, key=lambda one: (sizes[one], str(one.name)), default=None)
         if held is None or held.shape is None or sizes[held] <= self.matrix_IO.size:
+            return ""
+        numbers = tensor_of(held)
+        if numbers is not None and np.count_nonzero(numbers) == np.count_nonzero(self.matrix_IO):
             return ""
         return f"{held.name} {list(held.shape.numpy())}"
 

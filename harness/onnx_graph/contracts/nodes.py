@@ -26,6 +26,7 @@ from harness.onnx_graph.graph.drawn_inputs import (
     zeroed_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
+from harness.onnx_graph.graph.local_functions import calls
 from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import (
@@ -55,7 +56,7 @@ class AllowedDomains(Contract):
         self._domains = None if domains is None else frozenset(domains)
 
     def findings(self, pair: Pair) -> list[Finding]:
-        """Look at every node, also inside of subgraphs and functions.
+        """Look at every node, also inside of subgraphs and functions, and at the calls of these.
 
         Args:
             pair: before and after.
@@ -181,6 +182,7 @@ class NumericEqual(Contract):
         judged = [self._judge(pair, several, held, shapes) for several in zip(*rows, strict=True)]
         found = [finding for finding in judged if finding is not None]
         found += self._unvaried(pair, [inputs for inputs, _ in drawings])
+        self._count_rows(pair, [inputs for inputs, _ in drawings])
         if found or self._inputs is not None:
             return found
         several = [[inputs for inputs, _ in one] for one in (as_large, *sized)]
@@ -199,11 +201,6 @@ class NumericEqual(Contract):
         drawings += self._with_special_ids(pair, first, before)
         others = (*other_inputs(pair.before, first, self._seed), *small_inputs(pair.before, first))
         drawings += [_accepted(before, first, other, tables) for other in others]
-        for name, rows in tables.items():
-            named = np.unique(np.concatenate([one[name].ravel() for one, _ in drawings])) if name in first else np.arange(rows)
-            used = int(((named >= 0) & (named < rows)).sum())
-            if used < rows:
-                pair.notes.append(f"{self.name}: {name} named {used} of {rows:,} rows of its table; the others were not looked at")
         same = [name for name, one in first.items() if one.size and all(np.array_equal(one, other[name]) for other, _ in drawings)]
         if same:
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
@@ -239,6 +236,14 @@ class NumericEqual(Contract):
         if refused:
             pair.notes.append(f"{self.name}: {_BEFORE} refuses {some(list(refused))}, a number that it compares with; it was not looked at")
         return drawings
+
+    def _count_rows(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> None:
+        """Note the rows of tables that no id named, in whatever drawing and size."""
+        for name, rows in reached_tables(pair.before).items() if self._inputs is None else ():
+            named = np.unique(np.concatenate([one[name].ravel() for one in drawn])) if name in drawn[0] else np.arange(rows)
+            used = int(((named >= 0) & (named < rows)).sum())
+            if used < rows:
+                pair.notes.append(f"{self.name}: {name} named {used:,} of {rows:,} rows of its table; the others were not looked at")
 
     def _unvaried(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> list[Finding]:
         """Ids that named the same rows throughout: of the others nothing is known. One number alone may be a length, which shapes force."""
@@ -475,9 +480,10 @@ def _random(pair: Pair) -> list[tuple[str, list[str]]]:
 
 
 def _domains(model: onnx.ModelProto) -> dict[str, dict[str, int]]:
-    """Domain to operator to count."""
+    """Domain to operator to count. A local function is an operator, too, which not every runtime knows, beside those in it."""
     found: dict[str, dict[str, int]] = {}
-    for node in load_graph(model).graph.all_nodes():
-        operators = found.setdefault("" if node.domain == "ai.onnx" else node.domain, {})
-        operators[node.op_type] = operators.get(node.op_type, 0) + 1
+    inside = ((node.domain, node.op_type) for node in load_graph(model).graph.all_nodes())
+    for domain, operator in (*inside, *((node.domain, node.op_type) for node in calls(model))):
+        operators = found.setdefault("" if domain == "ai.onnx" else domain, {})
+        operators[operator] = operators.get(operator, 0) + 1
     return found

@@ -11,7 +11,7 @@ import numpy as np
 
 from compressor.errors import UserInputError
 from compressor.model.folder import some
-from harness.onnx_graph.census.baseline import RoleWeight, describe, packed_in
+from harness.onnx_graph.census.baseline import RoleWeight, columns_of, describe, packed_in
 from harness.onnx_graph.census.census import ROLES, Block, Status
 from harness.onnx_graph.census.flow import Shapes
 from harness.onnx_graph.census.parts import takes_a_part
@@ -19,7 +19,7 @@ from harness.onnx_graph.census.projections import Projection
 from harness.onnx_graph.contracts.base import Contract, Finding, Holding, Pair
 from harness.onnx_graph.contracts.counterparts import same_order
 from harness.onnx_graph.contracts.packed import columns_taken, columns_told
-from harness.onnx_graph.contracts.stored import codes_lost, number_mark, stored_numbers
+from harness.onnx_graph.contracts.stored import Lost, codes_lost, number_mark, stored_numbers
 from harness.onnx_graph.graph.drawn_inputs import Sizes, example_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, GraphRefused, Session, sqnr_db
 from harness.onnx_graph.graph.sized_inputs import first_sizes
@@ -66,6 +66,11 @@ class RoleContract(Contract):
         if len(before.read) - len(after.read) > fresh:
             return self.violated(counted)
         return self.not_analysed(f"{counted}; what is new and cannot be read ({fresh}) may be what is missing")
+
+    def unread_before(self, pair: Pair) -> list[Finding]:
+        """Name the blocks whose projections nobody can hold anything against."""
+        blind = [block for block in pair.baseline.census.read if block.status in (*_UNCLEAR, Status.ABSORBED)]
+        return [self.not_analysed(f"block {block.index} ({block.kind}), as exported: {describe(block)}", block.index) for block in blind]
 
     def _compared(self, pair: Pair) -> Iterator[Finding]:
         """Products that are no attention are said; where they or the shapes of their layers change, nobody knows what was lost."""
@@ -179,13 +184,11 @@ class RoleWeights(RoleContract):
         Returns:
             One finding per role whose weight is not its own, and per block whose weights could not be read before.
         """
-        blind = [block for block in pair.baseline.census.read if block.status in (*_UNCLEAR, Status.ABSORBED)]
-        unread = [self.not_analysed(f"block {block.index} ({block.kind}), as exported: {describe(block)}", block.index) for block in blind]
         compared = [self._compare(pair, one, pair.counterparts.get(one.block)) for one in pair.baseline.weights.values()]
         kept = [one for one, finding in zip(pair.baseline.weights.values(), compared, strict=True) if finding is None]
         new = list(self._new(pair)) if len(pair.census_after.read) > len(pair.baseline.census.read) else []
         lost = [finding for finding in compared if finding is not None]
-        return [*unread, *new, *lost, *self._taken(pair, kept), *self._moved(pair, kept)]
+        return [*self.unread_before(pair), *new, *lost, *self._taken(pair, kept), *self._moved(pair, kept)]
 
     def _new(self, pair: Pair) -> Iterator[Finding]:
         """Blocks that were none before: there is nothing to hold their weights against."""
@@ -249,8 +252,7 @@ class RoleWeights(RoleContract):
         assert now is not None
         layer = f"{now.op} {now.name} [{now.shape[0]}, {now.shape[1]}]"
         if not self._is_close(was.projection, now):
-            sqnr = sqnr_db(was.projection.matrix_IO, now.matrix_IO)
-            text = f"{was.where}: expected its own weight, found {layer} with {_what(pair, was, now, sqnr)}"
+            text = f"{was.where}: expected its own weight, found {layer} with {_what(pair, was, now)}"
             return self.violated(text, was.block, was.role)
         lost = self._lost_beside(was.projection, now)
         return self.violated(f"{was.where}: {layer} is kept, but {lost}", was.block, was.role) if lost else None
@@ -308,44 +310,48 @@ class QDQPreserved(RoleContract):
     """What was stored in codes still is; Q, K and V mean the same numbers. Other layers and tables are found by theirs, or by the codes."""
 
     def of_blocks(self, pair: Pair) -> list[Finding]:
-        """Look at every projection that was quantized.
+        """Look at every projection that was quantized, and at all other layers and tables.
 
         Args:
             pair: before and after.
 
         Returns:
-            One finding per projection that is float now, or whose numbers changed, and per other layer that is float now.
+            One finding per projection that is float now, or whose numbers changed, per other layer that is float now, and per block whose
+            projections could not be read before.
         """
         quantized = [one for one in pair.baseline.weights.values() if one.projection.stored == "codes"]
-        if not quantized:
-            return [self.not_analysed("no projection was stored in codes before, so there is nothing to preserve; give a quantized model")]
-        found, told = list[Finding](), set[str]()
-        for one in quantized:
-            before = len(found)
-            now = pair.counterparts[one.block].projection(one.role) if one.block in pair.counterparts else None
-            if now is None:
-                found.append(self.not_analysed(f"{one.where}: its layer cannot be found again", one.block, one.role))
-            elif now.stored != "codes":
-                found.append(
-                    self.violated(f"{one.where}: expected codes, found floating point in {now.op} {now.name}", one.block, one.role)
-                )
-            elif changed := [(old, new) for old, new in _in_codes(one.projection, now) if old.fingerprint != new.fingerprint]:
-                sqnr = min(sqnr_db(old.matrix_IO, new.matrix_IO) for old, new in changed)
-                found.append(
-                    self.violated(f"{one.where}: its dequantized weight changed, {sqnr:.1f} dB from what it was", one.block, one.role)
-                )
-            if len(found) > before:
-                told.add(one.where)
-        return [*found, *self._other_layers(pair, {_mark(one.projection) for one in quantized if one.where in told})]
-
-    def _other_layers(self, pair: Pair, told: Collection[str]) -> list[Finding]:
-        """All layers and tables by their numbers. Where none has these any more they may have been merged, folded or lost."""
-        roles = {mark for one in pair.baseline.weights.values() for mark in map(_mark, (one.projection, *one.projection.beside))}
         before, after = (stored_numbers(one.view) for one in (pair.baseline.census, pair.census_after) if one.view is not None)
-        lost = codes_lost(before, after, told, roles)
-        found = [self.violated(f"{was}: expected codes, found floating point in {now}") for was, now in lost.floats]
-        gone = f"codes whose numbers nothing has any more: {some(lost.gone)}"
-        return [*found, *([self.not_analysed(gone)] if lost.gone else [])]
+        if not (before.codes or before.unread):
+            return [
+                self.not_analysed("no layer and no table was stored in codes before, so nothing is to preserve; give a quantized model")
+            ]
+        told = {one.where: finding for one in quantized if (finding := self._of_role(pair, one)) is not None}
+        marks = {_mark(one.projection) for one in quantized if one.where in told}
+        roles = {mark for one in quantized for mark in map(_mark, (one.projection, *one.projection.beside))}
+        lost = codes_lost(before, after, marks, roles)
+        has_codes = bool(after.codes or after.held or after.unread)
+        return [*self.unread_before(pair), *told.values(), *self._other_layers(lost, has_codes)]
+
+    def _of_role(self, pair: Pair, one: RoleWeight) -> Finding | None:
+        now = pair.counterparts[one.block].projection(one.role) if one.block in pair.counterparts else None
+        if now is None:
+            return self.not_analysed(f"{one.where}: its layer cannot be found again", one.block, one.role)
+        if now.stored != "codes":
+            return self.violated(f"{one.where}: expected codes, found floating point in {now.op} {now.name}", one.block, one.role)
+        changed = [(old, new) for old, new in _in_codes(one.projection, now) if old.fingerprint != new.fingerprint]
+        if not changed:
+            return None
+        far = _distance(*min(changed, key=lambda pair: sqnr_db(*(layer.matrix_IO for layer in pair))))
+        return self.violated(f"{one.where}: its dequantized weight changed, {far} what it was", one.block, one.role)
+
+    def _other_layers(self, lost: Lost, has_codes: bool) -> Iterator[Finding]:
+        """All layers and tables by their numbers. Where none has these any more they may have been merged or folded, into codes or not."""
+        for was, now in lost.floats:
+            yield self.violated(f"{was}: expected codes, found floating point in {now}")
+        if lost.gone and has_codes:
+            yield self.not_analysed(f"codes whose numbers nothing has any more: {some(lost.gone)}")
+        elif lost.gone:
+            yield self.violated(f"{some(lost.gone)}: expected codes, and nothing in the graph is stored in codes any more")
 
 
 def _mark(layer: Projection) -> str:
@@ -388,7 +394,7 @@ def _unread(block: Block, when: str) -> str:
     return f"block {block.index}, {when}: its roles are unknown, so nobody can say whether its layers are kept; {block.note}"
 
 
-def _what(pair: Pair, was: RoleWeight, now: Projection, sqnr: float) -> str:
+def _what(pair: Pair, was: RoleWeight, now: Projection) -> str:
     """Say what a wrong weight is."""
     other = pair.baseline.named(now.fingerprint)
     if other is not None:
@@ -398,10 +404,21 @@ def _what(pair: Pair, was: RoleWeight, now: Projection, sqnr: float) -> str:
         return "the same weight transposed"
     if expected.shape == now.matrix_IO.shape and (factor := _factor(expected, now.matrix_IO)) is not None:
         scaled = f"{factor:.6g}"
-        return f"the same weight times {scaled}" if scaled != "1" else f"nearly the same weight, {sqnr:.1f} dB from its own"
+        return f"the same weight times {scaled}" if scaled != "1" else f"nearly the same weight, {_distance(was.projection, now)} its own"
     if now.shape[0] == expected.shape[0] and now.shape[1] > expected.shape[1]:
         return f"several projections packed into [{now.shape[0]}, {now.shape[1]}]"
-    return f"another weight, {sqnr:.1f} dB from its own"
+    if columns := columns_of(expected, now.matrix_IO):
+        return f"{columns} alone of its own [{expected.shape[0]}, {expected.shape[1]}]"
+    return f"another weight, {_distance(was.projection, now)} its own"
+
+
+def _distance(was: Projection, now: Projection) -> str:
+    """How far two weights are apart, in words that the second one's name follows."""
+    if was.matrix_IO.shape != now.matrix_IO.shape:
+        return f"{list(now.matrix_IO.shape)} in place of the {list(was.matrix_IO.shape)} of"
+    if not (np.isfinite(was.matrix_IO).all() and np.isfinite(now.matrix_IO).all()):
+        return "with NaN or infinite numbers in it or in"
+    return f"{sqnr_db(was.matrix_IO, now.matrix_IO):.1f} dB from"
 
 
 def _factor(expected: np.ndarray, actual: np.ndarray) -> float | None:

@@ -42,6 +42,20 @@ def inlined(proto: onnx.ModelProto, file: str = "graph") -> onnx.ModelProto:
         raise UserInputError(f"{file}: its local functions cannot be inlined ({error}); check it with onnx.checker") from error
 
 
+def calls(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    """Find the calls of local functions, which are no more there once they are inlined.
+
+    Args:
+        proto: not modified.
+
+    Yields:
+        Nodes of the graph, of its branches and of functions.
+    """
+    functions = {_id(one.domain, one.name, one.overload) for one in proto.functions}
+    for holder in (proto.graph, *proto.functions):
+        yield from (node for node in _nodes(holder.node) if _id(node.domain, node.op_type, node.overload) in functions)
+
+
 def _id(domain: str, name: str, overload: str) -> tuple[str, str, str]:
     return _domain(domain), name, overload
 

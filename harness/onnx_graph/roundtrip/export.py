@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import io
 import logging
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from compressor.atomic import whole_file
 from compressor.errors import OutputError, UserInputError
 from compressor.json_text import from_json
 from compressor.model.evaluation import evaluation_mode
+from compressor.model.folder import some
 from compressor.model.loading.load import load_model
 from compressor.model.loading.sample_batches import Modality, sample_batches
 from compressor.nn.experts import UnfusedExperts
@@ -201,6 +203,7 @@ _FROZEN = {
     "torchscript": "open what changes with that size, too; one that the forward reads as a number is frozen: try dynamo, or leave it fixed",
     "dynamo": "open what changes with that size, too, or leave it fixed",
 }
+_FIXED_SIZE = re.compile(r"static shape of (\d+) for dimension inputs\['inputs'\]\[(\d+)\]\.shape\[(\d+)\]")
 Dynamic = Mapping[str, Mapping[int, str]]
 """Input to axis to the name of its size."""
 
@@ -286,7 +289,7 @@ def export(
                 _EXPORTERS[exporter](wrapped, dict(inputs), path, opset, dynamic or {})
             onnx.checker.check_model(str(path), full_check=True)
         except Exception as error:  # exporters raise what they like; the graph is then missing, which is never a pass
-            raise _blame(exporter, wrapped, inputs, error) from error
+            raise _blame(exporter, wrapped, inputs, dynamic or {}, error) from error
         else:
             model = read_proto(path)
             tried = try_other_inputs(model, wrapped, inputs), try_other_sizes(model, wrapped, inputs, dynamic or {})
@@ -458,20 +461,38 @@ def _experts_that_export(module: nn.Module) -> Iterator[None]:
             setattr(config, _EXPERTS, before[key])
 
 
-def _blame(exporter: str, wrapped: _ByName, inputs: Mapping[str, torch.Tensor], error: BaseException) -> ExportFailure:
+def _blame(exporter: str, wrapped: _ByName, inputs: Mapping[str, torch.Tensor], dynamic: Dynamic, error: BaseException) -> ExportFailure:
     """Blame the exporter, unless the forward fails without one: then it fails in the other, too."""
     what = f"{exporter}: {type(wrapped.module).__name__} cannot be exported"
     try:
         wrapped(*inputs.values())
     except Exception as own:  # the forward is the user's, and raises what it likes
         raise ExportFailure(f"{what}, for it fails on these inputs by itself: {_cause(own)}; give inputs that it takes") from own
+    if fixed := _fixed(error, inputs, dynamic):
+        return ExportFailure(f"{what}: {fixed}; {_FROZEN[exporter]}")
     values = "data-dependent" in (cause := _cause(error))
     return ExportFailure(f"{what}: {cause}; {_DECIDED if values else 'try the other exporter'}")
 
 
+def _fixed(error: BaseException, inputs: Mapping[str, torch.Tensor], dynamic: Dynamic) -> str:
+    """Say which open sizes torch.export found fixed, and the fixed ones of the same size that may be why; empty where it found none."""
+    said, names = list[str](), list(inputs)
+    for size, at, axis in (map(int, found) for found in _FIXED_SIZE.findall(str(error))):
+        others = [
+            f"{name} axis {place}"
+            for name, one in inputs.items()
+            for place, fixed in enumerate(one.shape)
+            if fixed == size and place not in dynamic.get(name, {})
+        ]
+        like = f", the fixed size of {some(others)}" if others else ""
+        said.append(f"{dynamic[names[at]][axis]} ({names[at]} axis {axis}) is open, and the forward fixes it at {size}{like}")
+    return ", and ".join(said)
+
+
 def _cause(error: BaseException) -> str:
-    """Exporters wrap what happened in advice and step counts: the first line of the innermost error says it."""
+    """Exporters wrap what happened in advice and step counts: the innermost error's first line says it, or the line that it announces."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [line for line in map(plain_text, str(error).splitlines()) if line]
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return f"{type(error).__name__}: {said[:300]}"

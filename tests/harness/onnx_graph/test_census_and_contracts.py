@@ -315,6 +315,37 @@ def _quantized(model: onnx.ModelProto) -> onnx.ModelProto:
     return graph
 
 
+@pytest.mark.parametrize("layer", ["table", "project_out"])
+def test_codes_of_what_is_no_role_are_looked_for_where_roles_have_none(attention_graph: onnx.ModelProto, layer: str) -> None:
+    graph = attention_graph.graph
+    graph.node.insert(0, helper.make_node("Gather", ["table", "ids"], ["x"], name="table"))
+    shape = [one.dim_value for one in graph.input[0].type.tensor_type.shape.dim]
+    graph.input[0].CopyFrom(helper.make_tensor_value_info("ids", TensorProto.INT64, shape[:2]))
+    graph.initializer.append(numpy_helper.from_array(np.random.default_rng(0).standard_normal((9, shape[2])).astype(np.float32), "table"))
+    place = list(_node(attention_graph, layer).input).index(name := "table" if layer == "table" else "wo")
+    codes = np.rint(numpy_helper.to_array(_initializer(attention_graph, name)) * 16).clip(-99, 99).astype(np.int8)
+
+    def stored(more: float | None) -> onnx.ModelProto:
+        """In codes, or as floats that are so much more."""
+        made = onnx.ModelProto.FromString(attention_graph.SerializeToString())
+        if more is not None:
+            _edit(made, name, lambda _: codes * np.float32(1 / 16) + np.float32(more))
+            return made
+        _node(made, layer).input[place] = "numbers"
+        made.graph.node.insert(0, helper.make_node("DequantizeLinear", ["codes", "scale"], ["numbers"]))
+        made.graph.initializer.extend(numpy_helper.from_array(one, of) for of, one in (("codes", codes), ("scale", np.float32(1 / 16))))
+        return made
+
+    in_codes = stored(None)
+    assert QDQPreserved().check(in_codes, in_codes).holds and QDQPreserved().check(in_codes, optimize(in_codes, "ort-basic")).holds
+    for more in (0, 0.01):
+        assert QDQPreserved().check(in_codes, stored(more)).holding is Holding.VIOLATED
+    assert QDQPreserved().check(stored(0), in_codes).holding is Holding.NOT_ANALYSED
+    absorbed = optimize(in_codes, "onnxsim", skip=["fuse_qkv"])
+    assert census(absorbed).counts == {"ABSORBED": 1}
+    assert QDQPreserved().check(absorbed, absorbed).holding is Holding.NOT_ANALYSED
+
+
 def test_quantized_projections_are_read_as_what_they_mean(attention_graph: onnx.ModelProto) -> None:
     quantized = _quantized(attention_graph)
     found = census(quantized)

@@ -191,6 +191,21 @@ def test_rows_of_a_table_that_no_id_named_are_counted_in_a_note() -> None:
     assert "ids named " in note and "of 1,000 rows of its table; the others were not looked at" in note
 
 
+def test_rows_that_ids_of_any_size_named_are_counted() -> None:
+    """A row counts as looked at if, and only if, its damage is told."""
+    text = "g (int64[batch, seq] ids) => (float[batch, seq] y) { y = Gather(table, ids) }"
+
+    def graph(damaged: int | None = None) -> onnx.ModelProto:
+        made, table = parser.parse_graph(text), np.arange(97, dtype=np.float32)
+        table[slice(0, 0) if damaged is None else damaged] += 50
+        made.initializer.append(numpy_helper.from_array(table, "table"))
+        return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+
+    told = sum(not NumericEqual().check(graph(), graph(row)).holds for row in range(97))
+    (note,) = [one for one in NumericEqual().check(graph(), graph()).notes if "rows of its table" in one]
+    assert f"ids named {told} of 97 rows" in note
+
+
 IDS = {
     "reshaped": "n = Reshape(ids, flat) g = Gather(table, n)",
     "moved by several": "c = Cast<to = 6>(ids) u = Unsqueeze(c, zero) t = Transpose(u) n = Reshape(t, flat) g = Gather(table, n)",

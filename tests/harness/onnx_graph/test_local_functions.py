@@ -11,6 +11,8 @@ import pytest
 from onnx import helper
 
 from compressor.errors import UserInputError
+from harness.onnx_graph.contracts.base import Holding
+from harness.onnx_graph.contracts.nodes import AllowedDomains, NumericEqual
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, run_graph
 
@@ -49,6 +51,29 @@ def test_a_function_with_the_name_of_an_operator_is_refused(domain: str, name: s
     with pytest.raises(UserInputError, match=f"{name} has the name of an operator"):
         load_graph(model)
     load_graph(_model([negates], helper.make_node("Neg", ["x"], ["y"])))  # one that nothing calls is of no account
+
+
+@pytest.mark.parametrize("place", ["the graph", "a branch", "a function"])
+def test_the_domain_of_a_local_function_counts_wherever_it_is_called(place: str) -> None:
+    """Not every runtime knows local functions, whatever they are made of."""
+    functions = [_function("local", "F", helper.make_node("Neg", ["a"], ["b"]))]
+    call = helper.make_node("F", ["x"], ["y"], domain="local")
+    if place == "a function":
+        functions.append(_function("outer", "G", helper.make_node("F", ["a"], ["b"], domain="local")))
+        call = helper.make_node("G", ["x"], ["y"], domain="outer")
+    elif place == "a branch":
+        value = helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1, 3])
+        call = helper.make_node(
+            "If", ["yes"], ["y"], **{f"{one}_branch": helper.make_graph([call], one, [], [value]) for one in ("then", "else")}
+        )
+    after = _model(functions, call)
+    after.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
+    before = _model([], helper.make_node("Neg", ["x"], ["y"]))
+    result = AllowedDomains().check(before, after)
+    assert result.holding is Holding.VIOLATED and "local::F is used" in result.message
+    assert NumericEqual().check(before, after).holds
+    for pair, domains in (((after, after), None), ((before, after), ["local", "outer"]), ((after, before), None)):
+        assert AllowedDomains(domains).check(*pair).holds
 
 
 LEAKY = _function(

@@ -203,6 +203,18 @@ def test_a_size_is_open_only_where_the_graph_follows_it() -> None:
     assert "the model fails (RuntimeError), so rows may be open in vain" in note
 
 
+def test_the_size_that_holds_an_open_one_fixed_is_named() -> None:
+    inputs = {name: torch.rand(4, 3) for name in ("x", "mask")}
+    rows, columns = (
+        rf"{name} \(x axis {axis}\) is open, and the forward fixes it at {4 - axis}, the fixed size of mask axis {axis}"
+        for axis, name in enumerate(("rows", "columns"))
+    )
+    with pytest.raises(ExportFailure, match=rf"exported: {rows}; open what changes with that size, too, or leave it fixed"):
+        export(_Masked(), inputs, dynamic={"x": {0: "rows"}})
+    with pytest.raises(ExportFailure, match=rf"exported: {rows}, and {columns}; open what changes"):
+        export(_Masked(), inputs, dynamic={"x": {0: "rows", 1: "columns"}})
+
+
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_a_branch_is_not_sent_to_the_other_exporter(exporter: str) -> None:
     with pytest.raises(ExportFailure, match=r"compute a branch with torch\.where") as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,22 @@ def _without_mixing(model: onnx.ModelProto) -> onnx.ModelProto:
     return cut
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize(("rest", "holding"), [(0.0, Holding.HOLDS), (1.0, Holding.VIOLATED)])
+def test_a_weight_that_zeros_pad_is_still_one_of_its_own(
+    attention_graph: onnx.ModelProto, axis: int, rest: float, holding: Holding
+) -> None:
+    padded = onnx.ModelProto.FromString(attention_graph.SerializeToString())
+    tensor = next(one for one in padded.graph.initializer if one.name == "wq")
+    pads = [(0, 8 * (at == axis)) for at in range(2)]
+    tensor.CopyFrom(numpy_helper.from_array(np.pad(numpy_helper.to_array(tensor), pads, constant_values=rest), "padded"))
+    padded.graph.node.insert(0, helper.make_node("Slice", ["padded", "start", "end", "axis"], ["wq"]))
+    held = {"start": [0], "end": [32], "axis": [axis]}
+    padded.graph.initializer.extend(numpy_helper.from_array(np.array(one), name) for name, one in held.items())
+    assert SeparateQKV().check(attention_graph, padded).holding is holding
+    assert RoleWeights().check(attention_graph, padded).holds
+
+
 @pytest.mark.parametrize("contract", [SeparateQKV(), SameBlockCount()], ids=lambda contract: contract.name)
 def test_a_block_that_vanished_is_a_violation(attention_graph: onnx.ModelProto, contract: Any) -> None:
     result = contract.check(attention_graph, _without_mixing(attention_graph))
@@ -105,6 +122,33 @@ def test_each_role_is_found_in_a_packed_weight_the_last_one_too(attention_graph:
     block = census(optimize(attention_graph, "onnxsim")).blocks[0]
     places = [packed_in(one.projection.matrix_IO, block).partition(" of ")[0] for one in take_baseline(attention_graph).of_block(0)]
     assert places == ["columns 0:32", "columns 32:64", "columns 64:96"]
+
+
+def test_a_weight_that_is_unpacked_is_said_to_be_its_columns(attention_graph: onnx.ModelProto) -> None:
+    texts = [one.text for one in RoleWeights().check(optimize(attention_graph, "onnxsim"), attention_graph).findings]
+    places = [text.partition(" [32, 32] with ")[2] for text in texts]
+    assert places == [f"columns {at}:{at + 32} alone of its own [32, 96]" for at in (0, 32, 64)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weight: weight[:, :16][:, ::-1], "another weight, [32, 16] in place of the [32, 32] of its own"),
+        (lambda weight: np.where(weight > 0, weight, np.nan), "another weight, with NaN or infinite numbers in it or in its own"),
+    ],
+)
+def test_weights_that_no_ratio_compares_are_told_by_what_differs(
+    attention_graph: onnx.ModelProto, change: Callable[[np.ndarray], np.ndarray], said: str
+) -> None:
+    other = onnx.ModelProto.FromString(attention_graph.SerializeToString())
+    for name in ("wq", "wk"):
+        tensor = next(one for one in other.graph.initializer if one.name == name)
+        tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(change(numpy_helper.to_array(tensor))), name))
+    for role in "qk":
+        shape = next(one for one in other.graph.initializer if one.name == f"split_{role}")
+        shape.CopyFrom(numpy_helper.from_array(np.array([*numpy_helper.to_array(shape)[:3], -1]), f"split_{role}"))
+    findings = RoleWeights().check(attention_graph, other).findings
+    assert [one.role for one in findings] == ["q", "k"] and all(one.text.endswith(said) for one in findings)
 
 
 def test_one_step_of_one_weight_is_not_called_the_same_weight(attention_graph: onnx.ModelProto) -> None:
