@@ -199,7 +199,8 @@ class GPTQModifier(SchemeModifier):
             most = max(dead, key=lambda name: int(dead[name]))
             state.report.notes.append(
                 f"{self.label}: {len(dead)} of {len(self._schemes)} modules have input columns that were zero on every calibration token "
-                f"({most} most of them, {dead[most]}); nothing is known of these columns, so their weights were rounded to nearest"
+                f"({most} most of them, {dead[most]}); nothing is known of these columns, so their weights were rounded to nearest, by "
+                "scales that suit the others"
             )
         return super().on_finalize(state)
 

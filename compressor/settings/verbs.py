@@ -320,7 +320,8 @@ class StepSettings(Settings):
     steps: Annotated[Whole | None, Option(metavar="N", read=positive, group="length")] = None
     """Length of the run; `start`, `end` and `update` in the recipe then count steps."""
     epochs: Annotated[Number | None, Option(metavar="E", read=float, group="length")] = None
-    """Length of the run in passes over the data, in place of steps; the recipe then counts epochs. By default 1."""
+    """Length of the run in passes over the data, in place of steps, rounded to whole steps (a half up); the recipe then counts epochs.
+    By default 1."""
     batch_size: Annotated[Whole, Option(metavar="B", read=positive)] = 8
     """Blocks in a micro-batch."""
     learning_rate: Annotated[Number, Option(metavar="LR", read=float)] = 2e-5
@@ -345,7 +346,7 @@ class StepSettings(Settings):
     """Draw the order of the blocks anew for each epoch, by the seed."""
     eval_every: Annotated[Whole | None, Option(metavar="N", read=positive)] = None
     """Evaluate after every so many steps, too."""
-    dtype: Annotated[Dtype, Option(choices=DTYPES)] = "float32"
+    dtype: Annotated[Dtype, Option(choices=tuple(one for one in DTYPES if one != "float16"))] = "float32"
     """Of the weights while they are trained; a model in memory keeps its own, so that another than float32 is refused for one."""
     save_dtype: Annotated[Dtype, Option(choices=DTYPES)] = "auto"
     """Of the weights in the checkpoint; `auto`: as in the checkpoint that was loaded."""
@@ -395,7 +396,7 @@ class StepSettings(Settings):
         Raises:
             UserInputError: the warm-up is as long as the run.
         """
-        number = self.steps if self.steps is not None else max(1, round((self.epochs or 1.0) * steps_per_epoch))
+        number = self.steps if self.steps is not None else max(1, math.floor((self.epochs or 1.0) * steps_per_epoch + 0.5))
         if self.warmup_steps >= number:
             raise UserInputError(
                 f"warmup_steps: {self.warmup_steps} steps of warm-up leave nothing of a run of {number} steps; give fewer, or a longer run"

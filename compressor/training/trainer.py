@@ -46,7 +46,10 @@ _PlanKey = tuple[BatchKey, Hashable]
 class _KeyRecord:
     """What became of one plan key."""
 
+    began: int = 0
+    last: int = 0
     warmed: int = 0
+    replayed: int = 0
     plan: Plan | None = None
     proven: bool = False
     lines: list[str] | None = None
@@ -129,6 +132,11 @@ class Trainer:
     def plans(self) -> list[Plan]:
         """The captured plans, in the order of their capture."""
         return [record.plan for record in self._keys.values() if record.plan is not None]
+
+    @property
+    def unreplayed(self) -> list[range]:
+        """Of each plan key of which no step has been a replay yet, the steps from its first to its last."""
+        return [range(record.began, record.last + 1) for record in self._keys.values() if not record.replayed]
 
     def forget_plans(self) -> None:
         """Drop all plans, after a change that they must take over; each key warms up and is captured again."""
@@ -277,6 +285,7 @@ class Trainer:
         found: list[_KeyRecord] = []
         turn = self.step.ranks.settle(lambda: self._choose(batch, audited, found))
         self.last_action, known = turn.action, found[0]
+        known.last = self.num_steps
         loss = self._refusable(turn, known, batch)
         if not self.step.update_is_captured:
             self._engine.eager(lambda: self._finished(loss))
@@ -331,6 +340,7 @@ class Trainer:
             return known.plan.captured.loss.clone()
         if self.last_action == "replay":
             known.audits.since += 1
+            known.replayed += 1
             return known.plan(batch)
         if self.last_action == "audit" and known.proven and known.plan.proven_with_other_batch:
             return self._audit(known, known.plan, batch)
@@ -361,7 +371,7 @@ class Trainer:
                 f"step {self.num_steps}: {key} would be plan key {len(self._keys) + 1}, and max_plans={self.max_plans}; "
                 f"{advice}, and keep step numbers out of plan_key()"
             )
-        return self._keys.setdefault(key, _KeyRecord(audits=Audits(self.audit_every)))
+        return self._keys.setdefault(key, _KeyRecord(self.num_steps, audits=Audits(self.audit_every)))
 
     def _needs_proof(self, known: _KeyRecord, plan: Plan, batch: Batch, audited: bool) -> bool:
         if not known.proven or known.audits.is_due() or (audited and self.audit_every != 0):

@@ -29,6 +29,7 @@ from compressor.progress import Progress, progress_of
 from compressor.random_state import random_numbers_kept
 from compressor.settings.verbs import DataSettings, StepSettings
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, warmup_cosine
+from compressor.training.step.optimizers import refuse_float16
 from compressor.training_run.attention import causal_attention
 from compressor.training_run.loop import Loop
 from compressor.training_run.place import Place
@@ -116,6 +117,7 @@ class TrainingRun:
         self.parameters = [p for p in self.loaded.model.parameters() if p.requires_grad and p.is_floating_point()]
         if not self.parameters:
             raise UserInputError(f"{type(self.loaded.model).__name__}: no parameter requires a gradient; nothing would be trained")
+        refuse_float16(self.parameters, "train in float32 or bfloat16 (dtype, or model.float()); save_dtype='float16' saves in it")
         self.device = self.parameters[0].device
         if self.loaded.from_memory and device != "auto" and self.device.type != chosen.type:
             raise UserInputError(f"device: {device!r} was given for a model that is on {self.device}; move it first, or leave device out")

@@ -27,6 +27,7 @@ from compressor.errors import (
     OutputError,
     UserInputError,
 )
+from compressor.training import adamw
 
 PRUNE = {
     "MagnitudePruningModifier": {
@@ -342,6 +343,19 @@ def test_weights_that_float16_has_no_room_for_are_refused(run: Runner, tmp_path:
     model.model.norm.weight.data[0] = 1e5
     with pytest.raises(ModelError, match=r"save_dtype: float16 ends at 65,504, and model\.norm\.weight hold more"):
         train(model, dataset=run.tokens, save_dtype="float16", **small())
+
+
+@pytest.mark.parametrize("where", ["files", "memory"])
+def test_float16_has_no_room_for_what_adam_keeps(run: Runner, where: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, choices = run.model, {"dtype": "float16"}
+    if where == "memory":
+        model, choices = AutoModelForCausalLM.from_pretrained(run.model, dtype=torch.float16), {}
+    with pytest.raises(UserInputError, match=r"AdamW: weights are float16, .*; train in float32 or bfloat16"):
+        train(model, dataset=run.tokens, **choices, **small())
+    with pytest.raises(UserInputError, match=r"AdamW: weights are float16, .*; keep them in float32"):
+        adamw([torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))])
 
 
 def test_a_mask_of_another_name_than_loss_mask_is_told(run: Runner) -> None:

@@ -80,6 +80,8 @@ def _optimizer_facts(step: TrainStep) -> dict[str, object]:
         facts[f"optimizer group {number}: parameters"] = tuple(map(Same, group["params"]))
     if is_watched:
         hooks = (step.optimizer._optimizer_step_pre_hooks, step.optimizer._optimizer_step_post_hooks)
+        # Of torch's GradScaler, which sets them before each step; a fused kernel reads them.
+        facts |= {f"optimizer: {key}": Same(getattr(step.optimizer, key, None)) for key in ("grad_scale", "found_inf")}
         facts["optimizer hooks"] = tuple(Same(hook) for some in hooks for hook in some.values())
     return facts
 

@@ -42,6 +42,23 @@ def _made(kind: Callable[..., Optimizer], params: Parameters, lr: float, **setti
     return optimizer
 
 
+def refuse_float16(parameters: Iterable[Any], remedy: str) -> None:
+    """Refuse to train by Adam what has no room for its second moments.
+
+    Args:
+        parameters: of a model; what is no tensor is left to torch.
+        remedy: what to do.
+
+    Raises:
+        UserInputError: one is float16.
+    """
+    if any(isinstance(one, Tensor) and one.dtype == torch.float16 for one in parameters):
+        raise UserInputError(
+            "AdamW: weights are float16, in which eps and the squares of small gradients are 0, so that a step moves weights by far more "
+            f"than the rate; {remedy}"
+        )
+
+
 def _listed(params: Any) -> Any:
     return list(params) if isinstance(params, Iterable) and not isinstance(params, Tensor) else params
 
@@ -83,9 +100,11 @@ def adamw(
         The optimizer.
 
     Raises:
-        UserInputError: the rate is none, or torch does not take a setting.
+        UserInputError: the rate is none, torch does not take a setting, or a parameter is float16.
     """
-    return _made(torch.optim.AdamW, params, lr, betas=betas, eps=eps, weight_decay=weight_decay, capturable=True)
+    made = _made(torch.optim.AdamW, params, lr, betas=betas, eps=eps, weight_decay=weight_decay, capturable=True)
+    refuse_float16((one for group in made.param_groups for one in group["params"]), "keep them in float32 or bfloat16")
+    return made
 
 
 @checked(params=_PARAMETERS, momentum=NUMBER, weight_decay=NUMBER, nesterov=FLAG)

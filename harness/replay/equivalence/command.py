@@ -55,7 +55,7 @@ def run(settings: EquivalenceSettings) -> Verdict:
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():  # what models print must not mix with the verdict
         warnings.simplefilter("ignore")
         size = Size(settings.batch_size, settings.seq_length)
-        subject = steps_of(settings.model, size, recipe=settings.recipe, device=settings.device)
+        subject = steps_of(settings.model, size, recipe=settings.recipe, device=settings.device, num_steps=settings.steps)
         found = compare_modes(
             subject.factory, subject.batch_at, settings.modes, steps=settings.steps, seed=settings.seed, every=settings.every
         )

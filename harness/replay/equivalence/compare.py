@@ -102,12 +102,18 @@ def judge_vacuity(runs: Mapping[str, ModeRun]) -> CheckRecord:
         needed = "warm-up, capture, proof and one replay take 5 steps by default; give more steps, or fewer kinds of batches"
         if not replay.num_replays:
             reasons.append(f"nothing was replayed in {len(replay.actions)} steps ({', '.join(dict.fromkeys(replay.actions))}): {needed}")
+        elif late := [steps.start for steps in replay.unreplayed if steps.stop == len(replay.actions)]:
+            reasons.append(
+                f"the kind of step that began at step {late[0]} (another batch, or a modifier's work) was not replayed: {needed}"
+            )
         elif not replay.proven_elsewhere:
             reasons.append("no plan ever met another batch than the one it was captured with; give batches that differ")
     if reasons:
         return claim.record(Outcome.INCONCLUSIVE, "; ".join(reasons), findings=reasons)
     replays = "" if replay is None else f"{replay.num_replays} replays of {spell_plans(replay)}, "
-    return claim.record(Outcome.PASS, f"{replays}{_count_changed(eager, 'param:')} parameters moved")
+    passing = [] if replay is None else [steps.start for steps in replay.unreplayed]
+    never = f"; the kinds of step that began at step {', '.join(map(str, passing))} came and went without a replay" if passing else ""
+    return claim.record(Outcome.PASS, f"{replays}{_count_changed(eager, 'param:')} parameters moved{never}")
 
 
 def _nothing_moved(eager: ModeRun) -> list[str]:

@@ -29,6 +29,7 @@ class ModeRun:
         num_replays: steps that the trainer replayed, and in which no module ran in Python.
         num_plans: captured plans at the end.
         num_ops: operators of the largest of them.
+        unreplayed: of each plan key of which no step was replayed, the steps from its first to its last.
         proven_elsewhere: a plan was proven on a batch that it had not been captured with.
         overwritten: steps whose returned loss was another one when the run was over.
         refusal: the step that raised, after which the run ended.
@@ -42,6 +43,7 @@ class ModeRun:
     num_replays: int = 0
     num_plans: int = 0
     num_ops: int = 0
+    unreplayed: list[range] = field(default_factory=list)
     proven_elsewhere: bool = False
     overwritten: list[int] = field(default_factory=list)
     refusal: Refusal | None = None
@@ -101,6 +103,7 @@ def run_mode(plot: Plot, mode: str, every: int) -> ModeRun:
 def _note_plans(run: ModeRun, trainer: Trainer) -> None:
     run.num_plans = len(trainer.plans)
     run.num_ops = max((len(plan.captured.ops) for plan in trainer.plans), default=0)
+    run.unreplayed = trainer.unreplayed
     run.proven_elsewhere = any(plan.proven_with_other_batch for plan in trainer.plans)
 
 

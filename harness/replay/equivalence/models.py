@@ -115,7 +115,7 @@ class ModelSteps:
     batch_at: Callable[[int], Any]
 
 
-def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "auto") -> ModelSteps:
+def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "auto", num_steps: int | None = None) -> ModelSteps:
     """Make training steps of a model.
 
     Args:
@@ -123,19 +123,24 @@ def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "
         size: of the batches; those of an architecture that takes more than tokens have the zoo's own.
         recipe: of modifiers that take part, or None.
         device: to train on.
+        num_steps: length of the run; None: nobody knows.
 
     Returns:
         Factory and batches.
 
     Raises:
-        UserInputError: neither a folder nor an architecture.
+        UserInputError: neither a folder nor an architecture, or a modifier that so few steps would never start.
     """
     from compressor.model.hub import split_name
     from compressor.model.loading.load import resolve_device
+    from compressor.recipe import load_recipe
+    from compressor.training_run.settings import check_recipe
 
     if size.batch_size < 1 or size.seq_length < 2:
         raise UserInputError(f"--batch-size {size.batch_size}, --seq-length {size.seq_length}: give at least 1 row of 2 tokens")
     where = resolve_device(device)
+    if recipe is not None and num_steps is not None:
+        check_recipe(load_recipe(recipe).modifiers, num_steps, "steps")
     if Path(source).is_dir():
         build, batch_at = _folder(source, size, where)
     elif source in zoo():

@@ -181,10 +181,13 @@ def test_a_counter_that_the_step_moves_out_of_sight_is_refused_before_any_replay
         return cross_entropy(model(batch["x"]), batch["y"]) * (2 if count() > 60 else 1)  # no operator tells before step 60
 
     trainer = mlp_trainer(loss_fn=loss_fn, mode=mode)
-    with pytest.raises(GuardDriftError, match=r"was \d+ when the step was captured and is \d+ in a later run .* count in a buffer"):
+    with pytest.raises(
+        GuardDriftError,
+        match=r"was \d+ when the step was captured and is \d+ in a later run .* count in a buffer|SimpleQueue\), which a replay",
+    ):
         for number in range(5):
             trainer.train_step(batches(number))
-    assert trainer.num_steps == 3
+    assert trainer.num_steps == (2 if make is _of_a_queue else 3)  # a queue is known by its class, before it was seen to move
 
 
 def test_clocks_addresses_and_numbers_that_stay_are_no_counters(mlp_trainer, batches):

@@ -12,7 +12,7 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy
 
 from compressor.errors import GuardDriftError
-from compressor.training import Snapshot, Trainer, TrainStep
+from compressor.training import Snapshot, Trainer, TrainStep, adamw
 
 ROUNDS: list[int] = []
 
@@ -148,6 +148,21 @@ def test_a_captured_update_that_counts_is_told_how_to_go_on(batches: Any) -> Non
     trainer = Trainer(TrainStep(model, classify, optimizer), "replay")
     with pytest.raises(GuardDriftError, match=r"in Python: .*deep was n=3 and is now 4, .*; leave fused=True and capturable=True out"):
         trainer.fit(batches, 6)
+
+
+@pytest.mark.parametrize("name", ["grad_scale", "found_inf"])
+def test_what_torch_s_scaler_gives_a_fused_update_is_guarded(batches: Any, name: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    optimizer: Any = adamw(model.parameters())
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    trainer = Trainer(TrainStep(model, classify, optimizer), "replay", audit_every=0)
+    for number in range(5):
+        trainer.train_step(batches(number))
+    before = Snapshot.take(trainer.step)
+    setattr(optimizer, name, torch.tensor(1.0))
+    with pytest.raises(GuardDriftError, match=f"optimizer: {name} was Tensor and is now another"):
+        trainer.train_step(batches(5))
+    assert before.differences(Snapshot.take(trainer.step)) == []
 
 
 def test_the_update_may_move_what_it_likes(batches: Any) -> None:

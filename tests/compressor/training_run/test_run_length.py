@@ -17,3 +17,4 @@ def test_a_number_of_epochs_that_no_run_has_is_refused(epochs: float) -> None:
 def test_epochs_may_be_fractions_and_make_one_step_at_least() -> None:
     assert StepSettings(epochs=2.5).num_steps(8) == 20
     assert StepSettings(epochs=0.001).num_steps(8) == 1
+    assert [StepSettings(epochs=share).num_steps(5) for share in (0.5, 0.7, 0.9, 2.5)] == [3, 4, 5, 13]

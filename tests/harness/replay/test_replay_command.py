@@ -36,6 +36,18 @@ def test_too_few_steps_say_nothing(capsys):
     assert "nothing was replayed in 3 steps" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("start", "code", "said"),
+    [(1, 0, "began at step 0 came and went"), (5, 2, "began at step 5 ("), (7, 3, "start=7 is not reached in a run of 7 steps")],
+)
+def test_a_recipe_whose_step_is_not_replayed_says_nothing(capsys, tmp_path, start, code, said):
+    recipe = tmp_path / "late.yaml"
+    recipe.write_text(f"QuantizationModifier:\n  targets: [Linear]\n  ignore: [lm_head]\n  scheme: W8A8\n  start: {start}\n")
+    assert main(["replay", "llama", *SMALL, "--modes", "replay", "--recipe", str(recipe)]) == code
+    told = capsys.readouterr()
+    assert said in told.out + told.err
+
+
 def test_a_step_that_is_refused_is_a_verdict(capsys):
     assert main(["replay", "mistral", "--steps", "4", "--modes", "capture"]) in (0, 1)
     assert "verdict:" in capsys.readouterr().out
@@ -47,7 +59,7 @@ def test_a_recipe_takes_part(capsys, tmp_path):
         "prune_stage:\n  prune_modifiers:\n    MagnitudePruningModifier:\n"
         "      {targets: [Linear], start: 1, end: 8, update: 2, init_sparsity: 0.1, final_sparsity: 0.5, leave_enabled: true}\n"
     )
-    assert main(["replay", "llama", "--steps", "12", "--seq-length", "6", "--modes", "replay", "--recipe", str(recipe), "--json"]) == 0
+    assert main(["replay", "llama", "--steps", "16", "--seq-length", "6", "--modes", "replay", "--recipe", str(recipe), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["modes"][1]["num_replays"] >= 2
 

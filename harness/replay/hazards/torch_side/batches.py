@@ -167,6 +167,7 @@ HAZARDS: tuple[Hazard, ...] = (
         stage(),
         source="NVIDIA/TransformerEngine: graphed callables, static inputs",
         batches=lambda number: vectors(number, 1 if number == 7 else 6),
+        steps=9,
     ),
     Hazard(
         "every_shape",

@@ -104,6 +104,10 @@ def _nan():
     return _step(lambda module, h: h * float("nan"))
 
 
+def _first_rows(batch, rows):
+    return {name: value[:rows] for name, value in batch.items()}
+
+
 def _constant():
     model = Net()
     return TrainStep(model, lambda module, batch: sum(p.sum() for p in module.parameters()) * 0 + batch["x"].sum(), sgd(model.parameters()))
@@ -119,8 +123,14 @@ def _constant():
         (_nan, vectors, 9, "every loss is NaN"),
         (_constant, vectors, 9, "no gradient ever changed"),
         (lambda: Trainer(_step(), warmup=20), vectors, 9, "nothing was replayed"),
+        (
+            _step,
+            lambda number: _first_rows(vectors(number), 2 if number >= 8 else None),
+            12,
+            "the kind of step that began at step 8 (another batch",
+        ),
     ],
-    ids=["short", "shorter", "one batch", "rate 0", "nan", "no gradient", "warm-up"],
+    ids=["short", "shorter", "one batch", "rate 0", "nan", "no gradient", "warm-up", "another shape"],
 )
 def test_a_comparison_of_nothing_is_no_pass(factory, batches, steps, reason):
     found = compare_modes(factory, batches, steps=steps)
@@ -128,6 +138,11 @@ def test_a_comparison_of_nothing_is_no_pass(factory, batches, steps, reason):
     assert reason in _by_name(found)["replay.not_vacuous"].summary
     with pytest.raises(ContractViolation, match=r"replay\.not_vacuous"):
         assert_equivalent(factory, batches, steps=steps)
+
+
+def test_a_kind_of_step_that_comes_and_goes_is_named():
+    found = compare_modes(_step, lambda number: _first_rows(vectors(number), 2 if number == 6 else None), steps=12)
+    assert found.passed and "began at step 6 came and went without a replay" in _by_name(found)["replay.not_vacuous"].summary
 
 
 def test_a_trainer_that_only_says_that_it_replays_is_seen(monkeypatch):
