@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.expert_batches import BATCHES, PADDING, Batches, names, repadded, telling_batches
 from harness.checks.inputs.expert_scores import LONG_READINGS, LOW_IDS, READINGS, Reading, look, telling_draw
+from harness.checks.inputs.left_behind import attributes, left_behind, settings
 from harness.checks.inputs.norm_linear_models import build, logits, reloaded, token_ids
 from harness.checks.protocols import ExpertPruner
 from harness.checks.suites.transform import refuse_vacuous
@@ -192,7 +193,7 @@ def _same(architecture: str, what: str, found: Tensor, expected: Tensor, limit: 
 @register(
     None,
     "smaller_model",
-    "What is saved and loaded again is a model of its class with fewer experts, and computes the same",
+    "What is saved and loaded again is a model of its class with fewer experts, which holds what this one holds, and computes the same",
     kind="expert_pruner",
 )
 def smaller_model(subject: ExpertPruner, context: CheckContext) -> str:
@@ -208,27 +209,31 @@ def smaller_model(subject: ExpertPruner, context: CheckContext) -> str:
         keys = pruned.model.state_dict().keys() ^ pruned.loaded.state_dict().keys()
         if odd := sorted(key for key in keys if ".experts." not in key):  # which may lie one by one
             raise CheckFailed(f"{architecture}: {odd[0]} is no tensor of the class, or a tensor of it that is gone", odd)
+        if pruned.beside:
+            raise CheckFailed(f"{architecture}: {pruned.beside[0]}", pruned.beside)
         ids = token_ids(pruned.base, seed=context.seed)
         _same(architecture, "loaded again,", logits(pruned.loaded, ids[0]), logits(pruned.model, ids[0]))
     return f"{len(subject.architectures)} architectures: {', '.join(subject.architectures)}"
 
 
 class _Pruned(NamedTuple):
-    """A model before and after, what was loaded of it again, and who stays."""
+    """A model before and after, what was loaded of it again, who stays, and what is not as its class makes it."""
 
     base: nn.Module
     model: nn.Module
     loaded: nn.Module
     kept: list[list[int]]
+    beside: list[str]
 
 
 def _pruned(subject: ExpertPruner, context: CheckContext, architecture: str) -> _Pruned:
     def make() -> _Pruned:
         model: Any = build(architecture, seed=context.seed)
         model.get_output_embeddings().train()  # whoever sets all modules to one mode, and not back, is seen
-        base = copy.deepcopy(model)
+        base, before = copy.deepcopy(model), attributes(model)
         kept = _prune(subject, model, token_ids(model, seed=context.seed))
-        return _Pruned(base, model, reloaded(model), kept)
+        after, loaded = attributes(model), reloaded(model)
+        return _Pruned(base, model, loaded, kept, left_behind(model, before, after, loaded, reloaded(base)))
 
     return context.once(subject, f"pruned {architecture}", make)
 
@@ -270,24 +275,12 @@ def _taken_out(pruned: _Pruned) -> tuple[dict[str, Tensor], set[str]]:
 
 def _hold_settings(architecture: str, pruned: _Pruned) -> None:
     """No setting may differ but what counts experts, or would choose more of them than there are."""
-    before, after = dict(_settings(reloaded(pruned.base))), dict(_settings(pruned.loaded))
+    before, after = dict(settings(reloaded(pruned.base))), dict(settings(pruned.loaded))
     number, left = len(_layers(pruned.base)[0][1].down_proj), len(pruned.kept[0])
     for name in sorted(before.keys() | after.keys()):
         was, now = before.get(name), after.get(name)
         if was != now and not (now == left and isinstance(was, int) and left < was <= number):
             raise CheckFailed(f"{architecture}: the setting {name} was {was!r} and is {now!r}")
-
-
-def _settings(model: Any) -> Iterator[tuple[str, Any]]:
-    """Settings of a model that was loaded, by dotted name; where it was loaded from is none."""
-    generation = {} if model.generation_config is None else model.generation_config.to_dict()
-    below: list[tuple[str, Any]] = [("", {**model.config.to_dict(), "_name_or_path": None, "generation_config": generation})]
-    while below:
-        name, value = below.pop()
-        if isinstance(value, dict):
-            below += [(f"{name}.{key}".lstrip("."), one) for key, one in value.items()]
-        else:
-            yield name, value
 
 
 @register(None, "any_order", "Experts in another order give the same choice and the same output", kind="expert_pruner")
@@ -408,12 +401,12 @@ def _sent_to_all(model: Any) -> nn.Module | None:
 
 
 def _hold_unchanged(architecture: str, model: nn.Module, base: nn.Module, ids: Tensor) -> None:
-    """A model that was refused is what it was, in its tensors, its settings and what it computes."""
+    """A model that was refused is what it was, in its tensors, its settings and attributes, and what it computes."""
     found, wanted = model.state_dict(), base.state_dict()
     other = sorted(found.keys() ^ wanted.keys()) or [name for name in wanted if not same_bits(found[name], wanted[name])]
     if other:
         raise CheckFailed(f"{architecture}: it was refused, and {other[0]} is not what it was")
-    if dict(_settings(model)) != dict(_settings(base)) or not same_bits(logits(model, ids), logits(base, ids)):
+    if attributes(model) != attributes(base) or not same_bits(logits(model, ids), logits(base, ids)):
         raise CheckFailed(f"{architecture}: it was refused, and is not the model that it was")
 
 

@@ -66,6 +66,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _LOADS_MORE = ("torch", "numpy")
 _OF_THE_COMPILER = ("TORCHINDUCTOR_", "TRITON_")
 _WEAK = WeakSet | WeakKeyDictionary | WeakValueDictionary  # what they hold goes when garbage is collected, by nobody's doing
+_NOTES = ("__slotnames__", "_implementation_cached_value")  # whether a class can have another attention is looked up once
 _MISSING = object()
 _PLAIN = (type(None), bool, int, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
 # What most attributes are, seen at one look; a snapshot is taken at every call of a lifecycle, and holds hundreds of them.
@@ -95,8 +96,8 @@ class Namespace:
     """The attributes of a class or module at one moment, each compared by identity."""
 
     def __init__(self, owner: object) -> None:
-        """Copy the references; not what pickling notes of a class it meets."""
-        self.values = {name: value for name, value in vars(owner).items() if name != "__slotnames__"}
+        """Copy the references; not what pickling and transformers note of a class they meet."""
+        self.values = {name: value for name, value in vars(owner).items() if not name.endswith(_NOTES)}
 
     def __eq__(self, other: object) -> bool:
         """Equal with a namespace of the same names and the very same objects."""

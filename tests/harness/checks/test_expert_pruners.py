@@ -33,7 +33,7 @@ class Plain:
         for block, own in zip(_blocks(model), kept, strict=True):
             for owner, name in ((block.experts, "gate_up_proj"), (block.experts, "down_proj"), (block.gate, "weight")):
                 setattr(owner, name, nn.Parameter(getattr(owner, name)[own].clone()))
-            block.experts.num_experts = block.gate.num_experts = model.config.num_experts = len(own)
+            block.experts.num_experts = block.gate.num_experts = model.num_experts = model.config.num_experts = len(own)
         self._also(model)
         return kept
 
@@ -91,10 +91,43 @@ def test_what_is_changed_beside_the_choice_is_told(name: str) -> None:
     assert record.outcome == "fail" and says in record.summary, record.summary
 
 
+def _there_and_back(model: Any) -> None:
+    before = model.config._attn_implementation
+    for name in ("eager", before):
+        model.set_attn_implementation(name)
+
+
+def test_another_attention_for_a_while_is_no_change() -> None:
+    report = harness.check(Plain(_there_and_back), checks=["expert_pruner.smaller_model", "expert_pruner.kept_weights"], draws=False)
+    assert report.verdict.value == "pass", report.to_text()
+
+
 def test_a_tensor_that_the_class_does_not_have_is_told() -> None:
     also = Plain(lambda model: model.register_buffer("gone", torch.ones(1)))
     record = harness.check(also, checks=["expert_pruner.smaller_model"], draws=False).records[0]
     assert record.outcome == "fail" and "gone is no tensor of the class" in record.summary, record.summary
+
+
+LEFT: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a stale count": (lambda model: setattr(model, "num_experts", 4), "num_experts was 4 and is 4, where the class makes 2"),
+    "a stale count of a layer": (lambda model: setattr(_blocks(model)[0].gate, "num_experts", 4), "mlp.gate.num_experts was 4 and is 4"),
+    "a count that is gone": (lambda model: delattr(model, "num_experts"), "num_experts was 4 and is nothing"),
+    "an attribute": (lambda model: setattr(model, "pruned", True), "pruned was nothing and is True"),
+    "an attribute of a layer": (lambda model: setattr(_blocks(model)[0].gate, "kept", [0, 2]), "mlp.gate.kept was nothing and is [0, 2]"),
+    "a forward": (lambda model: setattr(model, "forward", model.forward), "forward was nothing and is <forward>"),
+    "a module": (lambda model: model.add_module("probe", nn.Identity()), "probe was nothing and is <Module>"),
+    "another top-k of a router": (lambda model: setattr(_blocks(model)[0].gate, "top_k", 1), "mlp.gate.top_k was 2 and is 1"),
+    "another name": (lambda model: setattr(model.config, "_name_or_path", "mine"), "config._name_or_path was  and is mine"),
+    "another attention": (lambda model: model.set_attn_implementation("eager"), "_attn_implementation_internal was sdpa and is eager"),
+    "other products of experts": (lambda model: model.set_experts_implementation("eager"), "_experts_implementation_internal was"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_at_a_module_or_in_its_config_is_told(name: str) -> None:
+    also, says = LEFT[name]
+    record = harness.check(Plain(also), checks=["expert_pruner.smaller_model"], draws=False).records[0]
+    assert record.outcome == "fail" and says in record.summary, record.summary
 
 
 def test_a_class_that_is_patched_is_told() -> None:
@@ -184,6 +217,7 @@ TOO_FEW: dict[str, tuple[Refuses, str, str]] = {
     "fewer for a token": (Refuses(None, _one_for_two), "pass", "1 architectures: qwen3_moe"),
     "without a word": (Refuses(""), "fail", "ValueError came without a message"),
     "after a change": (Refuses("too few", _scale("lm_head.weight", 1.01)), "fail", "it was refused, and lm_head.weight is not what it was"),
+    "after an attribute": (Refuses("too few", lambda model: setattr(model, "seen", 1)), "fail", "and is not the model that it was"),
     "after another setting": (Refuses("too few", _one_for_two), "fail", "it was refused, and is not the model that it was"),
 }
 
