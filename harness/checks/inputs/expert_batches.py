@@ -17,8 +17,8 @@ from harness.checks.inputs.expert_scores import Seen, staying
 
 Mistake = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 NUM_BATCHES = 8
-"""Of other sizes each."""
-_MOST_ROWS, _NUM_DRAWS = 3, 96
+"""Of other sizes each, but that the last one is the third again: who leaves the last one out is who counts equal batches once."""
+_MOST_ROWS, _NUM_DRAWS, _COMES_AGAIN = 3, 96, 2
 _VAGUE = 0.05  # relative distance of two scores that count padding: what is seen of it hangs on what it sees itself
 LONG = 64
 """Tokens beyond which a batch is long."""
@@ -137,6 +137,7 @@ def names(mistakes: Mapping[str, Mistake], layers: Iterable[int]) -> set[str]:
 def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, generator: torch.Generator, sides: Sequence[str]) -> Batches:
     rows = torch.randperm(len(ids), generator=generator).split(_MOST_ROWS)
     cuts = [_cut_rows(own, ids.shape[1], generator, sides) for own in rows[:NUM_BATCHES]]
+    cuts[-1] = cuts[_COMES_AGAIN]
     masks = [mask[..., None].expand(*mask.shape, seen[0].hits.shape[-1]) for _, mask in cuts]
     mistakes = PADDING if sides else BATCHES
     there_KNE = torch.stack([torch.cat([one.flatten(0, 1) for one in own]) for own in (masks, *(one(masks) for one in mistakes.values()))])

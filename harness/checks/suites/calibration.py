@@ -223,7 +223,7 @@ def siblings(subject: Calibration, context: CheckContext) -> str:
     return f"{count} families, one scale each"
 
 
-@register(46, "one_layer", "Sequential equals basic, bitwise, for a model of one layer", kind="calibration")
+@register(46, "one_layer", "Sequential equals basic, bitwise, for a model of one layer, and every row counts", kind="calibration")
 def one_layer(subject: Calibration, context: CheckContext) -> str:
     """Compare everything that both made; of two layers the statistics must differ, else the second sees the first uncompressed."""
     for lengths, size in (((3, 9, 20, 1, 50), 2), ((130,), 1), ((5, 5), 2), ((12, 12, 12), 1)):
@@ -232,6 +232,13 @@ def one_layer(subject: Calibration, context: CheckContext) -> str:
         count = _all_equal(sequential.tensors, basic.tensors, "the basic pipeline")
         if sequential.statistics or basic.statistics:
             _all_equal(sequential.statistics, basic.statistics, "the basic pipeline")
+        _hold_all_seen(_tokens_seen(sequential), sum(lengths))
+        for row, length in enumerate(lengths if sequential.statistics else ()):
+            others = _exchanged(subject, rows, row, length - 1)
+            changed = _run(subject, others, batch_size=size, num_layers=1).statistics
+            _hold_changed(
+                sequential.statistics, changed, f"the last token of row {row} ({length} tokens) of {len(rows)} counts for nothing"
+            )
     ways = [_run(subject, rows, sequential=way, num_layers=2).statistics for way in (True, False)]
     if ways[0] and all(torch.equal(ways[0][name], ways[1].get(name, torch.empty(0))) for name in ways[0]):
         raise CheckFailed(
@@ -324,7 +331,10 @@ def _exchanged(subject: Calibration, rows: list[Tensor], row: int, place: int) -
 
 
 def _must_differ(subject: Calibration, plain: Calibrated, rows: list[Tensor], what: str, sequential: bool = True) -> None:
-    changed = _run(subject, rows, sequential=sequential).statistics
-    _same_names(plain.statistics, changed)
-    if blind := [name for name, expected in plain.statistics.items() if torch.equal(expected, changed[name])]:
+    _hold_changed(plain.statistics, _run(subject, rows, sequential=sequential).statistics, what)
+
+
+def _hold_changed(plain: Mapping[str, Tensor], changed: Mapping[str, Tensor], what: str) -> None:
+    _same_names(plain, changed)
+    if blind := [name for name, expected in plain.items() if torch.equal(expected, changed[name])]:
         raise CheckFailed(f"{blind[0]}: {what}", blind)

@@ -266,6 +266,16 @@ class BasicSeesLess(OurCalibration):
         return super().run(rows if sequential else rows[:-1], sequential=sequential, **options)
 
 
+class DropsARowOfOneLayer(OurCalibration):
+    def run(self, rows, *, num_layers=2, **options):
+        return super().run(rows[:-1] if num_layers == 1 and len(rows) > 1 else rows, num_layers=num_layers, **options)
+
+
+def test_a_row_that_counts_for_nothing_in_one_layer_is_caught():
+    found, summary = outcome(DropsARowOfOneLayer(), 46)
+    assert found is Outcome.FAIL and "the last token of row 4 (50 tokens) of 5 counts for nothing" in summary
+
+
 def test_pipelines_that_differ_on_one_layer_are_caught():
     assert outcome(BasicSeesLess(), 46)[0] is Outcome.FAIL
 
