@@ -18,7 +18,7 @@ class ExportSettings(Settings):
     """What is exported, and how."""
 
     model: Annotated[Text, Option(positional=True, metavar="MODEL")]
-    """Folder of a transformers checkpoint."""
+    """Folder of a transformers checkpoint; its weights become float32, or stay codes."""
     output: Annotated[FilePath, Option(positional=True, metavar="OUT.onnx")]
     """Where the graph goes; data above 2 GB goes into a file beside it."""
     model_class: Annotated[Text | None, Option(metavar="CLASS")] = None

@@ -29,7 +29,7 @@ class RoundTripSettings(ContractSettings):
     """Which ways a model goes."""
 
     model: Annotated[Text, Option(positional=True, metavar="MODEL")]
-    """Folder of a transformers checkpoint, or an .onnx file."""
+    """Folder of a transformers checkpoint (its weights become float32, or stay codes), or an .onnx file."""
     model_class: Annotated[Text | None, Option(metavar="CLASS")] = None
     """Class of transformers; by default AutoModelForCausalLM."""
     exporter: Annotated[Texts | None, Option(choices=("dynamo", "torchscript"), repeats=True)] = None

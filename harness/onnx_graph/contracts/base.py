@@ -192,8 +192,11 @@ class Contract(ABC):
         found = tuple(finding for part in self.parts for finding in part.findings(pair))
         return ContractResult(tuple(part.name for part in self.parts), found, tuple(pair.notes))
 
-    def __and__(self, other: Contract) -> Contract:
+    def __and__(self, other: object) -> Contract:
         """Combine: both must hold."""
+        if not isinstance(other, Contract):
+            what = f"the class {other.__name__}" if isinstance(other, type) else repr(other)
+            raise UserInputError(f"contract: {self.name} & {what} combines no two contracts; give an object, such as RoleWeights()")
         return AllOf((*self.parts, *other.parts))
 
     def violated(self, text: str, block: int = -1, role: str = "") -> Finding:

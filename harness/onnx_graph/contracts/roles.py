@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -11,6 +12,8 @@ import numpy as np
 
 from compressor.errors import UserInputError
 from compressor.model.folder import some
+from compressor.settings.kinds import NUMBER
+from compressor.settings.options import checked
 from harness.onnx_graph.census.baseline import RoleWeight, columns_of, describe, packed_in
 from harness.onnx_graph.census.census import ROLES, Block, Status
 from harness.onnx_graph.census.flow import Shapes
@@ -167,12 +170,20 @@ class RoleWeights(RoleContract):
     quantized may differ by so much.
     """
 
+    @checked(min_sqnr_db=NUMBER)
     def __init__(self, min_sqnr_db: float | None = None) -> None:
         """Choose how close.
 
         Args:
-            min_sqnr_db: signal to quantization noise that a role's weight must reach; None asks for equal values.
+            min_sqnr_db: signal to quantization noise that a role's weight must reach, above 0; None asks for equal values.
+
+        Raises:
+            UserInputError: it is no finite number above 0.
         """
+        if min_sqnr_db is not None and not 0 < min_sqnr_db < math.inf:
+            raise UserInputError(
+                f"RoleWeights: min_sqnr_db={min_sqnr_db} is no limit, which noise as large as the weight would pass; give 15"
+            )
         self._min_sqnr_db = min_sqnr_db
 
     def of_blocks(self, pair: Pair) -> list[Finding]:

@@ -270,8 +270,7 @@ def export(
         The graph, checked.
 
     Raises:
-        UserInputError: no such exporter, no inputs, a dynamic size of an input or axis that does not exist, or an opset that onnx does not
-            know.
+        UserInputError: no such exporter, opset or dynamic size, no inputs, or one of a dtype that numpy does not have.
         ExportFailure: the exporter raised, what it made is no valid graph, or gives something else than the module does.
     """
     if exporter not in _EXPORTERS:
@@ -280,6 +279,9 @@ def export(
         raise UserInputError("export: no inputs were given; give example tensors by the names of the forward's arguments")
     if not 1 <= opset <= onnx.defs.onnx_opset_version():
         raise UserInputError(f"export: there is no opset {opset}; choose from 1 to {onnx.defs.onnx_opset_version()}")
+    for name, tensor in inputs.items():
+        if tensor.dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
+            raise UserInputError(f"export: {name} is {str(tensor.dtype)[6:]}, which numpy does not have; give module.float() and float32")
     _check_dynamic(dynamic or {}, inputs)
     with tempfile.TemporaryDirectory() as folder, _quiet(), torch.no_grad(), evaluation_mode(module):
         path = Path(folder) / "model.onnx"

@@ -18,7 +18,8 @@ from harness.onnx_graph.census.baseline import take_baseline
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.census.projections import fingerprint
 from harness.onnx_graph.contracts.base import AllOf, Holding
-from harness.onnx_graph.contracts.nodes import AllowedDomains, NumericEqual
+from harness.onnx_graph.contracts.domains import AllowedDomains
+from harness.onnx_graph.contracts.numbers import NumericEqual
 from harness.onnx_graph.contracts.registry import CONTRACTS, contract_from_names
 from harness.onnx_graph.contracts.roles import ProjectionOp, QDQPreserved, RoleWeights, SameBlockCount, SeparateQKV
 from harness.onnx_graph.roundtrip.optimizers import OPTIMIZERS, optimize
@@ -389,6 +390,23 @@ def test_numbers_have_a_policy_and_a_limit(attention_graph: onnx.ModelProto) -> 
     assert NumericEqual("deploy").check(attention_graph, close).holding is Holding.VIOLATED
     with pytest.raises(UserInputError, match="no policy 'loose'"):
         NumericEqual("loose")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        *((lambda limit=limit: RoleWeights(limit), "is no limit") for limit in (0, -10, float("-inf"), float("inf"), float("nan"))),
+        *((lambda limit=limit: RoleWeights(limit), "min_sqnr_db: ") for limit in (True, "15")),
+        *((lambda other=other: SeparateQKV() & other, "combines no two contracts") for other in ("role-weights", None, NumericEqual)),
+        (lambda: NumericEqual(inputs={"x": [[1.0]]}), "a mapping of names to numpy arrays belongs"),
+        (lambda: NumericEqual(seed=-1), "seed=-1 is below 0"),
+        (lambda: NumericEqual(seed="a"), "a whole number belongs"),
+        (lambda: AllowedDomains("com.microsoft"), "a list of names belongs"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(make: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserInputError, match=said):
+        make()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

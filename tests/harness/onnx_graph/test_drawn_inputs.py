@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from compressor.errors import UserInputError
 from harness.onnx_graph.contracts.base import Holding
-from harness.onnx_graph.contracts.nodes import NumericEqual
+from harness.onnx_graph.contracts.numbers import NumericEqual
 from harness.onnx_graph.graph.drawn_inputs import example_inputs, other_inputs
 from harness.onnx_graph.graph.reading import load_graph
 

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper, parser
 
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.contracts.base import Holding
-from harness.onnx_graph.contracts.nodes import NumericEqual
+from harness.onnx_graph.contracts.numbers import NumericEqual
 from harness.onnx_graph.contracts.roles import RoleWeights, SeparateQKV
 
 HEADS, GROUPS, EACH, PAST, WIDTH = 4, 2, 8, 3, 32

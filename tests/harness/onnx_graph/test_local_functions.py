@@ -12,7 +12,8 @@ from onnx import helper
 
 from compressor.errors import UserInputError
 from harness.onnx_graph.contracts.base import Holding
-from harness.onnx_graph.contracts.nodes import AllowedDomains, NumericEqual
+from harness.onnx_graph.contracts.domains import AllowedDomains
+from harness.onnx_graph.contracts.numbers import NumericEqual
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, run_graph
 

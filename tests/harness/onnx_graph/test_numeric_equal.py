@@ -8,7 +8,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 from harness.onnx_graph.contracts.base import ContractResult, Holding
-from harness.onnx_graph.contracts.nodes import NumericEqual
+from harness.onnx_graph.contracts.numbers import NumericEqual
 from harness.onnx_graph.graph.run_session import GraphRefused, Limit, output_row
 
 OPEN = "(float[b, t, 16] x) => (float[b, t, 16] y)"

@@ -21,7 +21,7 @@ from harness.cli import main
 from harness.onnx_graph.census import streams
 from harness.onnx_graph.census.census import census
 from harness.onnx_graph.contracts.base import Holding
-from harness.onnx_graph.contracts.nodes import NumericEqual
+from harness.onnx_graph.contracts.numbers import NumericEqual
 from harness.onnx_graph.contracts.roles import SeparateQKV
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, Limit, output_row, run_graph
@@ -544,6 +544,8 @@ def test_an_opset_and_an_axis_that_do_not_exist_are_refused() -> None:
     for opset in (-1, 0, 99):
         with pytest.raises(ValueError, match=f"there is no opset {opset}; choose from 1 to"):
             export(nn.Linear(3, 3), inputs, opset=opset)
+    with pytest.raises(UserInputError, match=r"input is bfloat16, which numpy does not have; give module\.float\(\)"):
+        export(torch.nn.Linear(3, 3).bfloat16(), {"input": torch.zeros(2, 3, dtype=torch.bfloat16)})
     with pytest.raises(ValueError, match=r"input has no axis 2; its sizes are \[2, 3\]"):
         export(nn.Linear(3, 3), inputs, dynamic={"input": {2: "rows"}})
     with pytest.raises(ValueError, match=r"given for inputs, which is no input; did you mean .input.. the inputs are input \[2, 3\]"):

@@ -10,7 +10,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 from harness.onnx_graph.contracts.base import Holding
-from harness.onnx_graph.contracts.nodes import NumericEqual
+from harness.onnx_graph.contracts.numbers import NumericEqual
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
 from harness.onnx_graph.graph.indexed_tables import special_ids
 from harness.onnx_graph.graph.padded_inputs import padded_inputs, special_inputs

@@ -20,6 +20,7 @@ from harness import NumericEqual, QDQPreserved, SeparateQKV
 from harness.cli import main
 from harness.errors import HarnessError
 from harness.onnx_graph.census.census import census
+from harness.onnx_graph.contracts import numbers
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.stored import codes_lost, stored_numbers
 from harness.onnx_graph.graph.drawn_inputs import example_inputs
@@ -204,6 +205,10 @@ def test_a_graph_as_deployed_is_held_to_what_it_comes_to_itself(
     same, other = (NumericEqual("deploy").check(exported, one) for one in (exported, worse))
     assert same.holds and any("as deployed the exported graph itself" in note for note in same.notes), same.message
     assert other.holding is Holding.VIOLATED
+    monkeypatch.setattr(numbers, "LEAST_DB", own + 1)
+    same, other = (NumericEqual("deploy").check(exported, one) for one in (exported, worse))
+    assert {same.holding, other.holding} == {Holding.NOT_ANALYSED}, same.message
+    assert "as deployed the exported graph itself comes to" in same.message and "dB nothing is decided" in same.message
 
 
 def test_a_wrong_code_is_noticed_before_the_graph_leaves(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 from harness.onnx_graph.contracts.base import Holding
-from harness.onnx_graph.contracts.nodes import NumericEqual
+from harness.onnx_graph.contracts.numbers import NumericEqual
 from harness.onnx_graph.graph.added_masks import added_masks
 from harness.onnx_graph.graph.drawn_inputs import Sizes, example_inputs, zeroed_inputs
 from harness.onnx_graph.graph.run_session import POLICIES, Session

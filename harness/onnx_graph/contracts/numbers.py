@@ -1,4 +1,4 @@
-"""The contracts about operators and numbers: domains, and what the graph computes under a policy of running it."""
+"""The contract about numbers: what the graph computes under a policy of running it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import onnx
 
 from compressor.errors import UserInputError
 from compressor.model.folder import some
+from compressor.settings.kinds import TEXT, WHOLE, Kind
+from compressor.settings.options import checked
 from harness.onnx_graph.contracts.base import Contract, Finding, Pair
 from harness.onnx_graph.graph.added_masks import added_masks
 from harness.onnx_graph.graph.drawn_inputs import (
@@ -26,9 +28,7 @@ from harness.onnx_graph.graph.drawn_inputs import (
     zeroed_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
-from harness.onnx_graph.graph.local_functions import calls
 from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
-from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import (
     POLICIES,
     GraphRefused,
@@ -43,42 +43,11 @@ from harness.onnx_graph.graph.run_session import (
 from harness.onnx_graph.graph.sized_inputs import first_drawn, first_sizes, sizes_to_look_at
 from harness.onnx_graph.graph.view import INITIALIZERS_ARE_INPUTS
 
-
-class AllowedDomains(Contract):
-    """Operators come from these domains only. By default those of the graph as it was exported, and the standard one."""
-
-    def __init__(self, domains: Collection[str] | None = None) -> None:
-        """Choose the domains.
-
-        Args:
-            domains: `com.microsoft` for example; the standard domain is always allowed.
-        """
-        self._domains = None if domains is None else frozenset(domains)
-
-    def findings(self, pair: Pair) -> list[Finding]:
-        """Look at every node, also inside of subgraphs and functions, and at the calls of these.
-
-        Args:
-            pair: before and after.
-
-        Returns:
-            One finding per domain and operator that is not allowed.
-        """
-        allowed = {"", "ai.onnx"} | (_domains(pair.before).keys() if self._domains is None else self._domains)
-        used = _domains(pair.after)
-        return [
-            self.violated(f"{name}::{operator} is used {count} times, and only {', '.join(sorted(allowed - {''}))} are allowed")
-            for name, operators in used.items()
-            if name not in allowed
-            for operator, count in operators.items()
-        ]
-
-
 _ROUNDING_MARGIN_DB = 20.0
 """What a graph that rounds in another order may be worse than one whose inputs moved by one rounding: ten times the amplitude."""
 _ZERO_DB = 60.0
 """Of one row of equal values a norm leaves rounding, a millionth, times the reciprocal root of its epsilon."""
-_LEAST_DB = 20.0
+LEAST_DB = 20.0
 """Below it the exported graph decides nothing itself."""
 _DEPLOYED_MARGIN_DB = 6.0
 """What a graph may be worse, as deployed, than the exported one is as deployed: twice the amplitude."""
@@ -86,6 +55,10 @@ _MOST_SPECIAL = 8
 """Of one input: padding, begin, end and a few more of a processor."""
 
 
+_ARRAYS = Kind(
+    lambda value: isinstance(value, Mapping) and all(isinstance(name, str) and isinstance(one, np.ndarray) for name, one in value.items()),
+    "a mapping of names to numpy arrays",
+)
 _BEFORE, _AFTER = "the exported graph", "the optimized graph"
 Drawing = tuple[Mapping[str, np.ndarray], list[Any]]
 """Inputs, and what the exported graph makes of them."""
@@ -96,7 +69,7 @@ class NumericEqual(Contract):
 
     `golden` runs onnxruntime with its optimizations off, so that only the graphs differ; `deploy` runs it as it is deployed, with the wider
     limit that its integer kernels need (source: measured, see the README of this room). Where the exported graph itself, as deployed, comes
-    no nearer than that on some inputs, the limit is there what it comes to, less 6 dB.
+    no nearer than that on some inputs, the limit is there what it comes to, less 6 dB; below 20 dB of its own nothing is decided.
 
     Inputs are drawn several times: masks whole and with other holes in every row, flags true and false, everything else anew; then with
     floats that are zero in whole rows, and in other open sizes (`sized_inputs`), each with holes and padding. Of what the exported graph
@@ -117,6 +90,7 @@ class NumericEqual(Contract):
     Numbers that a mask filled in (1000 and more, a hundred times all others, the same at several places) are judged by themselves.
     """
 
+    @checked(policy=TEXT, inputs=_ARRAYS, seed=WHOLE)
     def __init__(self, policy: str = "golden", inputs: Mapping[str, np.ndarray] | None = None, seed: int = 0) -> None:
         """Choose how to run.
 
@@ -126,8 +100,10 @@ class NumericEqual(Contract):
             seed: of drawn inputs.
 
         Raises:
-            UserInputError: no such policy.
+            UserInputError: no such policy, inputs that are no arrays, or a seed below 0.
         """
+        if seed < 0:
+            raise UserInputError(f"NumericEqual: seed={seed} is below 0; give 0 or more")
         if policy not in POLICIES:
             raise UserInputError(f"NumericEqual: there is no policy {policy!r}; choose from {', '.join(POLICIES)}")
         self._policy, self._inputs, self._seed = POLICIES[policy], inputs, seed
@@ -161,6 +137,8 @@ class NumericEqual(Contract):
         except GraphRefused as error:
             is_damage = error.graph == _AFTER and not error.is_unknown
             return [self.violated(f"{error}; {_BEFORE} can") if is_damage else self.not_analysed(str(error))]
+        except _Undecided as why:
+            return [self.not_analysed(str(why))]
 
     def _compared(self, pair: Pair) -> list[Finding]:
         added = added_masks(pair.before) if self._inputs is None else ()
@@ -322,7 +300,7 @@ class NumericEqual(Contract):
         wrong, unclear = list[str](), list[str]()
         for own, row in ((own, row) for pairs in zip(rounding, rows, strict=True) for own, row in zip(*pairs, strict=False)):
             limit = min(self._policy.limit, Limit.of(own.sqnr_db - _ROUNDING_MARGIN_DB))
-            if own.changed or limit.whole < _LEAST_DB:
+            if own.changed or limit.whole < LEAST_DB:
                 unclear.append(f"{self.name}: output {own.name} says nothing where all inputs are large: rounding decides it")
             elif row.wrong(limit):
                 wrong.append(row.text(limit))
@@ -352,6 +330,10 @@ class NumericEqual(Contract):
         return [self.violated(f"output {was}: {now} is found in its place") for was, now in pairs if was in names[1]]
 
 
+class _Undecided(Exception):
+    """The exported graph says too little itself."""
+
+
 class _Limits:
     """How near two runs must be. What the exported graph itself loses as deployed is asked where that decides."""
 
@@ -369,9 +351,14 @@ class _Limits:
         self._deployed = self._deployed or Session(self._pair.before, self._policy, _BEFORE, self._added)
         own = [row for several in output_rows(names, expected, self._deployed.run(inputs)) for row in several]
         whole, slices = (min(values) - _DEPLOYED_MARGIN_DB for values in zip(*((row.sqnr_db, row.weakest_db) for row in own), strict=True))
-        if whole < _LEAST_DB - _DEPLOYED_MARGIN_DB or (whole >= limit.whole and slices >= limit.slices):
+        is_undecided = whole < LEAST_DB - _DEPLOYED_MARGIN_DB
+        if (is_undecided and any(row.changed for several in rows for row in several)) or (whole >= limit.whole and slices >= limit.slices):
             return limit
         reached = f"{whole + _DEPLOYED_MARGIN_DB:.1f} dB, in its weakest slice {slices + _DEPLOYED_MARGIN_DB:.1f} dB"
+        if is_undecided:
+            raise _Undecided(
+                f"as deployed {_BEFORE} itself comes to {reached}, and below {LEAST_DB:g} dB nothing is decided: {_shapes(inputs)}"
+            )
         self._pair.notes.append(
             f"{self._name}: as deployed {_BEFORE} itself comes to {reached}, and 6 dB less are asked for: {_shapes(inputs)}"
         )
@@ -477,13 +464,3 @@ def _takes_less(was: Declared | None, now: Declared | None) -> bool:
 
 def _random(pair: Pair) -> list[tuple[str, list[str]]]:
     return [("as exported", random_operators(pair.before)), ("as optimized", random_operators(pair.after))]
-
-
-def _domains(model: onnx.ModelProto) -> dict[str, dict[str, int]]:
-    """Domain to operator to count. A local function is an operator, too, which not every runtime knows, beside those in it."""
-    found: dict[str, dict[str, int]] = {}
-    inside = ((node.domain, node.op_type) for node in load_graph(model).graph.all_nodes())
-    for domain, operator in (*inside, *((node.domain, node.op_type) for node in calls(model))):
-        operators = found.setdefault("" if domain == "ai.onnx" else domain, {})
-        operators[operator] = operators.get(operator, 0) + 1
-    return found
