@@ -17,8 +17,10 @@ from harness.checks.inputs.expert_scores import Seen, staying
 
 Mistake = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 NUM_BATCHES = 8
-"""Of other sizes each, but that the last one is the third again: who leaves the last one out is who counts equal batches once."""
-_MOST_ROWS, _NUM_DRAWS, _COMES_AGAIN = 3, 96, 2
+"""Of other sizes each, but for those that come again."""
+_AGAIN = {5: 0, 7: 6}  # batches that are an earlier one once more, without padding: the first, and the one before
+_ALIKE = 3  # batch whose rows are one row
+_MOST_ROWS, _NUM_DRAWS = 3, 96
 _VAGUE = 0.05  # relative distance of two scores that count padding: what is seen of it hangs on what it sees itself
 LONG = 64
 """Tokens beyond which a batch is long."""
@@ -34,6 +36,10 @@ def _in_batch(number: int, change: Callable[[Tensor], Tensor]) -> Mistake:
 
 def _first_of(number: int) -> Mistake:
     return lambda masks: [mask if place < number else torch.zeros_like(mask) for place, mask in enumerate(masks)]
+
+
+def _each_once(masks: Sequence[Tensor]) -> list[Tensor]:
+    return [_none(mask) if place in _AGAIN else mask for place, mask in enumerate(masks)]
 
 
 def _spread(mask: Tensor) -> Tensor:
@@ -90,6 +96,8 @@ BATCHES: Mapping[str, Mistake] = {
     "no more tokens than in the first": lambda masks: [_cut(mask, 1, masks[0]) for mask in masks],
     "no more rows than in the first": lambda masks: [_cut(mask, 0, masks[0]) for mask in masks],
     "no long batches": _each(_none, lambda mask: mask.shape[1] > LONG),
+    "equal batches once": _each_once,
+    "equal rows of a batch once": _in_batch(_ALIKE, lambda mask: torch.cat([mask[:1], _none(mask[1:])])),
     "no single tokens": _each(_none, lambda mask: mask.shape[:2].numel() == 1),
 }
 
@@ -137,7 +145,9 @@ def names(mistakes: Mapping[str, Mistake], layers: Iterable[int]) -> set[str]:
 def _draw(ids: Tensor, seen: Sequence[Seen], sparsity: float, generator: torch.Generator, sides: Sequence[str]) -> Batches:
     rows = torch.randperm(len(ids), generator=generator).split(_MOST_ROWS)
     cuts = [_cut_rows(own, ids.shape[1], generator, sides) for own in rows[:NUM_BATCHES]]
-    cuts[-1] = cuts[_COMES_AGAIN]
+    if not sides:
+        cuts[_ALIKE] = (cuts[_ALIKE][0][:1].expand_as(cuts[_ALIKE][0]), cuts[_ALIKE][1])
+        cuts = [cuts[_AGAIN.get(place, place)] for place in range(NUM_BATCHES)]
     masks = [mask[..., None].expand(*mask.shape, seen[0].hits.shape[-1]) for _, mask in cuts]
     mistakes = PADDING if sides else BATCHES
     there_KNE = torch.stack([torch.cat([one.flatten(0, 1) for one in own]) for own in (masks, *(one(masks) for one in mistakes.values()))])

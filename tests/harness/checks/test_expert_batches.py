@@ -77,6 +77,25 @@ def test_a_mistake_in_one_layer_is_told(check: str, name: str, layer: int) -> No
     assert (record.outcome == "fail" and seen) or f"{name} in layer {layer}" in record.summary, record.summary
 
 
+class Once(Counts):
+    """Takes batches, or rows of a batch, that it has seen for the same data."""
+
+    def __init__(self, *, rows: bool) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def chosen(self, model: nn.Module, input_ids: Sequence[Tensor], masks: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        own = [torch.tensor(list(dict.fromkeys(map(tuple, ids.tolist())))) for ids in input_ids] if self._rows else input_ids
+        once = own if self._rows else list({str(ids.tolist()): ids for ids in own}.values())
+        return super().chosen(model, once, [None] * len(once))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_what_comes_again_counts_again(rows: bool) -> None:
+    (record,) = harness.check(Once(rows=rows), checks=["expert_pruner.criterion"], draws=False).records
+    assert record.outcome == "fail" and "matter most" in record.summary, record.summary
+
+
 @pytest.mark.parametrize("name", ["padding", "the first row's places in each", "places of any row in each", "padding on the left"])
 def test_who_promises_no_criterion_must_not_count_padding_either(name: str) -> None:
     for count, outcome in ((lambda masks, layer: masks, "pass"), (in_layer(1, PADDING[name]), "fail")):
