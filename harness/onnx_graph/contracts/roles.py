@@ -352,8 +352,10 @@ class QDQPreserved(RoleContract):
         changed = [(old, new) for old, new in _in_codes(one.projection, now) if old.fingerprint != new.fingerprint]
         if not changed:
             return None
-        far = _distance(*min(changed, key=lambda pair: sqnr_db(*(layer.matrix_IO for layer in pair))))
-        return self.violated(f"{one.where}: its dequantized weight changed, {far} what it was", one.block, one.role)
+        old, new = min(changed, key=lambda pair: sqnr_db(*(layer.matrix_IO for layer in pair)))
+        place = packed_in(old.matrix_IO, pair.counterparts[one.block]) if new.shape != old.shape else ""
+        what = f"its codes are packed as {place}" if place else f"its dequantized weight changed, {_distance(old, new)} what it was"
+        return self.violated(f"{one.where}: {what}", one.block, one.role)
 
     def _other_layers(self, lost: Lost, has_codes: bool) -> Iterator[Finding]:
         """All layers and tables by their numbers. Where none has these any more they may have been merged or folded, into codes or not."""

@@ -370,6 +370,29 @@ def test_quantized_projections_are_read_as_what_they_mean(attention_graph: onnx.
         assert RoleWeights().check(quantized, unread).holding is Holding.NOT_ANALYSED
 
 
+def test_codes_that_were_packed_are_told_as_packed(attention_graph: onnx.ModelProto) -> None:
+    quantized = _quantized(attention_graph)
+    packed = onnx.ModelProto.FromString(quantized.SerializeToString())
+    layers = [next(node for node in packed.graph.node if f"w{role}" in node.input) for role in "qkv"]
+    codes, scales = (np.concatenate([numpy_helper.to_array(_initializer(packed, f"{of}{role}")) for role in "qkv"], 1) for of in "cs")
+    packed.graph.initializer.append(helper.make_tensor("codes", TensorProto.INT4, codes.shape, codes.astype(np.int8).flatten()))
+    packed.graph.initializer.append(numpy_helper.from_array(scales, "scales"))
+    nodes = [
+        helper.make_node("DequantizeLinear", ["codes", "scales"], ["weight"], axis=0, block_size=16),
+        helper.make_node("MatMul", [layers[0].input[0], "weight"], ["all"], name="qkv"),
+        helper.make_node("Split", ["all"], [node.output[0] for node in layers], axis=-1, num_outputs=3),
+    ]
+    at = list(packed.graph.node).index(layers[0])
+    others = list(packed.graph.node)
+    kept = [*others[:at], *nodes, *(node for node in others[at:] if node not in layers)]
+    packed.graph.ClearField("node")
+    packed.graph.node.extend(kept)
+    result = QDQPreserved().check(quantized, packed)
+    assert result.holding is Holding.VIOLATED
+    for finding, columns in zip(result.findings, ("0:32", "32:64", "64:96"), strict=True):
+        assert f"packed as columns {columns} of MatMul qkv [32, 96]" in finding.text
+
+
 def _in_groups(kernels: onnx.ModelProto, numbers: np.ndarray) -> onnx.ModelProto:
     graph = onnx.ModelProto()
     graph.CopyFrom(kernels)
