@@ -138,9 +138,9 @@ def _numbers(lap: Lap) -> dict[str, float]:
 def _memory() -> tuple[int | None, int, int | None]:
     """Bytes of main memory now and at most, and on the GPU at most."""
     unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    now, peak = _resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else None
-    return _resident(), peak, device
+    return now, max(peak, now or 0), device  # the kernel adds up what its threads count seldom, and the peak can lag behind
 
 
 def _resident(status: Path = Path("/proc/self/statm")) -> int | None:

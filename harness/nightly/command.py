@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import date, timedelta
 from functools import partial
 from pathlib import Path
@@ -239,7 +240,7 @@ def _show(settings: ShowSettings) -> Verdict:
     judgement = judge(series, words)
     if settings.as_json:
         rows = [{"night": one.night, "environment": one.environment, "revision": one.revision, "values": one.values} for one in series]
-        print(to_json(judgement.to_dict() | {"nights": rows}), end="")
+        print(to_json(judgement.to_dict() | {"acceptances": list(map(asdict, words)), "nights": rows}), end="")
     else:
         show_series(series, words, judgement)
     return Verdict.PASS

@@ -28,7 +28,11 @@ def render_page(report: RunReport) -> str:
     time, memory = plot_stages(report)
     layers = _layers(report)
     figures = [
-        ("Errors by kind", "relative errors on the calibration data, as the run measured them", plot_errors(report.modules)),
+        (
+            "Errors by kind",
+            "relative, as the run measured them: of outputs where a solver saw its inputs, else of weights",
+            plot_errors(report.modules),
+        ),
         ("Errors by layer", "a dot per module", plot_layers(report)),
         ("Peaks of the weights", "a scale that covers one large weight is coarse for all others", plot_peaks(report.modules)),
         (

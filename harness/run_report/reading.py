@@ -37,7 +37,7 @@ class ModuleRow:
         name: dotted.
         modifier: that changed it.
         scheme: format of its weights, or what else was done.
-        error: relative, on the calibration data; None where the record says none.
+        error: relative, of outputs on the calibration data or of the weight; None where the record says none.
         num_tokens: that it has seen in calibration; None where none were counted.
         low: least weight of the checkpoint, decoded; None where the checkpoint holds no weight of it.
         high: greatest weight.

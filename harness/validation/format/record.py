@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -216,31 +217,37 @@ def _check_data(record: Mapping[str, Any], data: CalibrationData | None) -> Chec
     if sha256 == data.sha256:
         return DATA.record(Outcome.FAIL, "these are the very tokens that the model was calibrated on; give held-out data")
     if not isinstance(recorded, Mapping) or "marks" not in recorded:
-        return DATA.record(Outcome.PASS, f"another data set than that of the calibration; of what they share {RECORD_FILE} says nothing")
+        why = f"{RECORD_FILE} says nothing of what this text and that of the calibration share, though every run notes it; compress again"
+        return DATA.record(Outcome.INCONCLUSIVE, why)
     share = _shared(recorded["marks"], data)
     if share is None:
         return DATA.record(Outcome.FAIL, f"{RECORD_FILE}: data.marks are none, so nothing says how much of this text the model has seen")
+    if math.isnan(share):
+        return DATA.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE}: the data of the calibration held no text, and this is one")
     if share >= _MOST_SHARED:
         return DATA.record(Outcome.FAIL, f"{share:.0%} of this text was in the calibration data, too; give held-out data")
     also = f", which holds {share:.0%} of this text" if share else ""
     return DATA.record(Outcome.PASS, f"another data set than that of the calibration{also}")
 
 
+_LEAST_MARKS = 1024  # where some were left out: with twice as many kept there would be 4,096 at least, but for chance
 _SEEN = 0.8  # of the marks of a sample
 _MOST_SHARED = 0.25  # of the text, in which what templates and system prompts repeat counts once
 
 
 def _shared(recorded: Any, data: CalibrationData) -> float | None:
-    """How much of the data those of the calibration hold: of all marks, or of the samples; None where they are no marks.
+    """How much of the data those of the calibration hold: of all marks, or of the samples; None where no run made such marks, NaN for none.
 
     A mark that comes again counts once, as templates and system prompts do; a sample that comes again counts each time.
     """
     every, text = (recorded.get("every"), recorded.get("hex")) if isinstance(recorded, Mapping) else (None, None)
-    if type(every) is not int or every < 1 or not isinstance(text, str) or _MARKS.fullmatch(text) is None:
+    if type(every) is not int or every < 1 or every & (every - 1) or not isinstance(text, str) or _MARKS.fullmatch(text) is None:
         return None
     known = {text[place : place + 8] for place in range(0, len(text), 8)}
+    if every > 1 and len(known) < _LEAST_MARKS:
+        return None
     samples = [marks for row in token_rows(data.batches) if (marks := text_marks([row], every).marks)]
-    if not samples:
-        return 0.0
+    if not samples or not known:
+        return 0.0 if not samples else math.nan
     shares = [sum(one in known for one in marks) / len(marks) for marks in ({one for marks in samples for one in marks}, *samples)]
     return max(shares[0], sum(share >= _SEEN for share in shares[1:]) / len(samples))

@@ -134,6 +134,8 @@ def test_nights_are_listed_and_come_back_from_an_export(history: Path, tmp_path:
     assert said.endswith("not in it: 1 acceptance; export to a .zip takes them along\n")
     said = nightly(capsys, "export", tmp_path / "all.zip", "--history", history)[1]
     assert said == f"{tmp_path / 'all.zip'}: 150 readings, 1 acceptance\n"
+    (accepted,) = json.loads(nightly(capsys, "show", "slower", "--history", history, "--json")[1])["acceptances"]
+    assert accepted == {"metric": "slower", "night": "2026-02-17", "until": "", "reason": "checks more"}
     other = tmp_path / "other.sqlite"
     assert nightly(capsys, "import", tmp_path / "all.csv", "--history", other) == (0, f"{other}: 100 new measurements\n")
     rows = [json.loads(nightly(capsys, "history", "--history", path, "--json")[1]) for path in (history, other)]

@@ -16,6 +16,7 @@ from harness.validation.format.record import check_record, file_hashes, read_rec
 
 HELD = replace(load_dataset_source([[*range(40)], [*range(50, 90)]]), sha256="d" * 64)
 MARKS = HELD.marks.record
+OTHERS = load_dataset_source([[*range(200, 240)]]).marks.record
 HASHES = {"config.json": "aa", "model.safetensors": "bb", "tokenizer.json": "cc"}
 
 
@@ -26,7 +27,7 @@ def outcomes(folder: Path, content: str | None) -> dict[str, tuple[str, str]]:
 
 
 def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
-    content = {"base": {"config.json": "aa", "model.safetensors": "bb"}, "data": {"sha256": "e" * 64}}
+    content = {"base": {"config.json": "aa", "model.safetensors": "bb"}, "data": {"sha256": "e" * 64, "marks": OTHERS}}
     found = outcomes(tmp_path, json.dumps(content))
     assert {outcome for outcome, _ in found.values()} == {"pass"}
 
@@ -46,10 +47,21 @@ def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
         *((taken, "record.data", "inconclusive", "no digest of the data") for taken in ({}, {"data": {}}, {"data": {"sha256": None}})),
         ({"data": None, "pipeline": "sequential"}, "record.data", "inconclusive", "no digest of the data"),
         *(({"data": {"sha256": odd}}, "record.data", "fail", "data.sha256 is no digest") for odd in (5, "", "e", ["e" * 64])),
-        ({"data": {"sha256": "e" * 64}}, "record.data", "pass", "of what they share compression.json says nothing"),
+        ({"data": {"sha256": "e" * 64}}, "record.data", "inconclusive", "says nothing of what this text and that"),
+        ({"data": {"sha256": "e" * 64, "marks": {"every": 1, "hex": ""}}}, "record.data", "inconclusive", "held no text"),
         *(
             ({"data": {"sha256": "e" * 64, "marks": odd}}, "record.data", "fail", "data.marks are none")
-            for odd in (None, [], {}, {**MARKS, "hex": "0" * 7}, {**MARKS, "hex": "g" * 8}, {**MARKS, "every": 0}, {**MARKS, "every": True})
+            for odd in (
+                None,
+                [],
+                {},
+                {**MARKS, "hex": "0" * 7},
+                {**MARKS, "hex": "g" * 8},
+                {**MARKS, "every": 0},
+                {**MARKS, "every": True},
+                {**MARKS, "every": 3},
+                {**MARKS, "every": 2**17},
+            )
         ),
         ({"data": {"sha256": "e" * 64, "marks": MARKS}}, "record.data", "fail", "100% of this text was in the calibration data"),
         ({"data": "x"}, "record.data", "fail", "data.sha256 is no digest"),
