@@ -320,8 +320,8 @@ class StepSettings(Settings):
     steps: Annotated[Whole | None, Option(metavar="N", read=positive, group="length")] = None
     """Length of the run; `start`, `end` and `update` in the recipe then count steps."""
     epochs: Annotated[Number | None, Option(metavar="E", read=float, group="length")] = None
-    """Length of the run in passes over the data, in place of steps, rounded to whole steps (a half up); the recipe then counts epochs.
-    By default 1."""
+    """Length of the run in passes over the data, in place of steps, rounded to whole steps (a half up, one at least); the recipe then
+    counts epochs. By default 1."""
     batch_size: Annotated[Whole, Option(metavar="B", read=positive)] = 8
     """Blocks in a micro-batch."""
     learning_rate: Annotated[Number, Option(metavar="LR", read=float)] = 2e-5

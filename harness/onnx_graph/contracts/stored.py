@@ -57,7 +57,7 @@ def stored_numbers(view: GraphView) -> StoredNumbers:
             kinds.setdefault(stored, []).append(f"{node.op_type} {label(node)}")
             if stored == "codes":
                 found.codes[number_mark(array)] = codes
-        elif node.op_type in _UNREAD:
+        elif node.op_type in _UNREAD or (node.op_type == "Gather" and codes):
             found.unread[node.op_type] += 1
     return found
 
@@ -98,9 +98,23 @@ def _table(constants: Constants, node: ir.Node) -> tuple[np.ndarray | None, str]
     place = _WEIGHT.get(node.op_type, len(node.inputs))
     value = node.inputs[place] if place < len(node.inputs) else None
     array = constants.of(value)
+    if node.op_type == "Gather" and array is not None and is_code(array):
+        return _dequantized_behind(constants, node, array), "codes"
     if array is None or array.dtype.kind in "biu":
         return None, ""
     return array, "codes" if constants.is_dequantized(value) else "float"
+
+
+def _dequantized_behind(constants: Constants, node: ir.Node, codes_RC: np.ndarray) -> np.ndarray | None:
+    """The numbers of a table whose rows are dequantized behind the Gather, as onnxruntime's quantizer writes it; None for other forms."""
+    users = [use.node for use in node.outputs[0].uses()]
+    if len(users) != 1 or users[0].op_type != "DequantizeLinear" or codes_RC.ndim != 2:
+        return None
+    scale, zero_point = (constants.of(value) for value in (*users[0].inputs[1:], None)[:2])
+    if scale is None or scale.size != 1 or (len(users[0].inputs) > 2 and users[0].inputs[2] is not None and zero_point is None):
+        return None
+    offset = 0 if zero_point is None else zero_point.astype(np.int32)
+    return (codes_RC.astype(np.int32) - offset).astype(scale.dtype) * scale
 
 
 def _codes_of(constants: Constants, node: ir.Node) -> frozenset[str]:

@@ -95,6 +95,7 @@ def judge_vacuity(runs: Mapping[str, ModeRun]) -> CheckRecord:
     if any(run.refusal is not None for run in runs.values()):
         return claim.skipped("a mode ended early")
     reasons = list(_nothing_moved(eager))
+    reasons += [f"{one} was not started in {len(eager.actions)} steps; give more steps, or a smaller start" for one in eager.unstarted]
     replay, capture = runs.get("replay"), runs.get("capture")
     if capture is not None and "capture" not in capture.actions:
         reasons.append(f"nothing was recorded in {len(capture.actions)} steps; give more than the warm-up takes, which is 2 by default")

@@ -30,6 +30,7 @@ class ModeRun:
         num_plans: captured plans at the end.
         num_ops: operators of the largest of them.
         unreplayed: of each plan key of which no step was replayed, the steps from its first to its last.
+        unstarted: modifiers with a start that the run did not reach.
         proven_elsewhere: a plan was proven on a batch that it had not been captured with.
         overwritten: steps whose returned loss was another one when the run was over.
         refusal: the step that raised, after which the run ended.
@@ -44,6 +45,7 @@ class ModeRun:
     num_plans: int = 0
     num_ops: int = 0
     unreplayed: list[range] = field(default_factory=list)
+    unstarted: list[str] = field(default_factory=list)
     proven_elsewhere: bool = False
     overwritten: list[int] = field(default_factory=list)
     refusal: Refusal | None = None
@@ -103,6 +105,9 @@ def run_mode(plot: Plot, mode: str, every: int) -> ModeRun:
 def _note_plans(run: ModeRun, trainer: Trainer) -> None:
     run.num_plans = len(trainer.plans)
     run.num_ops = max((len(plan.captured.ops) for plan in trainer.plans), default=0)
+    session = trainer.step.session
+    modifiers = () if session is None else session.modifiers
+    run.unstarted = [one.label for one in modifiers if one.start is not None and not one.started]
     run.unreplayed = trainer.unreplayed
     run.proven_elsewhere = any(plan.proven_with_other_batch for plan in trainer.plans)
 

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from compressor.errors import HostReadError, UserInputError
+from compressor.lifecycle import Session, State
+from compressor.modifiers.pruning.magnitude import MagnitudePruningModifier
 from compressor.training import Trainer, TrainStep, WeightAverages, adamw, sgd
 from harness.errors import ContractViolation
 from harness.replay import Subject, assert_equivalent, compare_modes
@@ -143,6 +145,18 @@ def test_a_comparison_of_nothing_is_no_pass(factory, batches, steps, reason):
 def test_a_kind_of_step_that_comes_and_goes_is_named():
     found = compare_modes(_step, lambda number: _first_rows(vectors(number), 2 if number == 6 else None), steps=12)
     assert found.passed and "began at step 6 came and went without a replay" in _by_name(found)["replay.not_vacuous"].summary
+
+
+def test_a_modifier_that_the_run_never_starts_is_no_pass():
+    def factory():
+        model = Net()
+        session = Session(State(model), [MagnitudePruningModifier(targets=["Linear"], start=20, end=30, final_sparsity=0.5)])
+        session.initialize()
+        return TrainStep(model, classify, adamw(model.parameters()), session)
+
+    found = compare_modes(factory, vectors, steps=9)
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "MagnitudePruningModifier was not started in 9 steps" in _by_name(found)["replay.not_vacuous"].summary
 
 
 def test_a_trainer_that_only_says_that_it_replays_is_seen(monkeypatch):
