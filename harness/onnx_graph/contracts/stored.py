@@ -36,6 +36,11 @@ class StoredNumbers:
     held: set[str] = field(default_factory=set)
     unread: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def loose(self) -> set[str]:
+        """Hashes of codes that no layer or table is read from here, as where bits are unpacked or a list of values is looked up."""
+        return self.held.difference(*self.codes.values())
+
 
 def stored_numbers(view: GraphView) -> StoredNumbers:
     """Look at every node, also inside of subgraphs.
@@ -57,7 +62,7 @@ def stored_numbers(view: GraphView) -> StoredNumbers:
             kinds.setdefault(stored, []).append(f"{node.op_type} {label(node)}")
             if stored == "codes":
                 found.codes[number_mark(array)] = codes
-        elif node.op_type in _UNREAD or (node.op_type == "Gather" and codes):
+        elif node.op_type in _UNREAD:
             found.unread[node.op_type] += 1
     return found
 
@@ -90,6 +95,8 @@ def codes_lost(before: StoredNumbers, after: StoredNumbers, told: Collection[str
             lost.floats.append((stored["codes"][0], now["float"][-1]))
         elif not now and mark not in roles and not (before.codes[mark] and before.codes[mark] <= after.held):
             lost.gone.extend(stored["codes"])
+    if loose := before.loose - after.held:
+        lost.gone.append(f"{len(loose)} that are unpacked or looked up")
     lost.gone.extend(f"{count} {operator}" for operator, count in (before.unread - after.unread).items())
     return lost
 

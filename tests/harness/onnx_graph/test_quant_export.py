@@ -193,8 +193,10 @@ def test_whatever_holds_codes_is_seen_to_leave_them(name: str) -> None:
 ROWS = LEFT["rows that are dequantized"][0]
 CAST = {**ROWS, "DequantizeLinear(t, s, zero)": "Mul(u, s)", "t = Gather(table, ids)": "t = Gather(table, ids) u = Cast<to = 1>(t)"}
 
+SHIFTED = {"t = DequantizeLinear(table, s, zero)": "u = Neg(table) t = DequantizeLinear(u, s, zero)"}
 
-@pytest.mark.parametrize(("form", "holding"), [(ROWS, Holding.VIOLATED), (CAST, Holding.NOT_ANALYSED)])
+
+@pytest.mark.parametrize(("form", "holding"), [(ROWS, Holding.VIOLATED), (CAST, Holding.NOT_ANALYSED), (SHIFTED, Holding.NOT_ANALYSED)])
 def test_a_table_whose_rows_are_dequantized_is_one_in_codes(form: dict[str, str], holding: Holding) -> None:
     for after, expected in ((form, Holding.HOLDS), (LEFT["a table"][0], holding)):
         found = codes_lost(*(stored_numbers(GraphView(load_graph(_forms(one)))) for one in (form, after)))
