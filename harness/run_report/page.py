@@ -56,10 +56,17 @@ def render_page(report: RunReport) -> str:
         "has_loudest": any(row.loudest_input is not None for row in report.modules),
         "has_inputs": any(row.input_peak is not None for row in report.modules),
         "facts": {
-            key: report.record[key] for key in ("data", "seed", "pipeline", "source", "versions") if report.record.get(key) is not None
+            key: _short(report.record[key])
+            for key in ("data", "seed", "pipeline", "source", "versions")
+            if report.record.get(key) is not None
         },
     }
     return render("run.html.j2", data)
+
+
+def _short(fact: Any) -> Any:
+    """A fact without the marks of a text, thousands of digits that nobody reads."""
+    return {key: value for key, value in fact.items() if key != "marks"} if isinstance(fact, Mapping) else fact
 
 
 def _tiles(report: RunReport) -> list[tuple[str, str, str]]:

@@ -82,7 +82,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, object]]:
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Follow tables and configs to what stands in them."""
     value = vars(value) if hasattr(value, "to_dict") else value
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value:  # an empty one is something, too
         for key, one in value.items():
             yield from _flat(f"{name}.{key}".lstrip("."), one)
     else:

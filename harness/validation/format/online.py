@@ -3,6 +3,7 @@
 A layer computes x W^T. Where its weight is W Q, what it is handed has to be turned to x Q; where it is Q^T W, what it gives back to
 y Q^T. The record says which weights were turned, and `format.transforms` does it again; here the other half is looked at: does the reader
 turn the inputs and outputs of the same modules, by the same matrices? Then the two take each other back, for all of them are orthogonal.
+What transform_config says to be in weights no reader computes; the record must say it as well, or nothing has looked for it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ def online_groups(subject: Subject) -> dict[str, Mapping[str, Any]]:
     Returns:
         Name to group; empty where there are none.
     """
-    groups = ((subject.quantization_config or {}).get("transform_config") or {}).get("config_groups") or {}
-    return {name: group for name, group in groups.items() if any(_in_forward(group))}
+    return {name: group for name, group in _groups(subject).items() if any(_in_forward(group))}
 
 
 def matrix_names(subject: Subject) -> set[str]:
@@ -65,7 +65,32 @@ def online_misfits(subject: Subject) -> list[str]:
             for module in _modules(subject, classes, entry):
                 fault = _fault(subject, group, content, entry, module, said.pop((module, side), None))
                 findings += [f"{module}: {fault}"] if fault else []
-    return findings + [f"{module}: its weight was turned for an {side} that transform_config does not turn" for module, side in said]
+    findings += [f"{module}: its weight was turned for an {side} that transform_config does not turn" for module, side in said]
+    return findings + _unrecorded(subject, classes)
+
+
+def _unrecorded(subject: Subject, classes: Mapping[str, Any]) -> list[str]:
+    """Turns that are said to be in weights, and that the record does not have; where weights were trained on, behaviour alone is judged."""
+    turns = [turn for move in subject.moved if isinstance(move, Rotations) for turn in move.turns]
+    done = {
+        (turn.online, place, name)
+        for turn in turns
+        for place, names in zip(_IN_WEIGHTS, (turn.readers, turn.writers), strict=True)
+        for name in names
+    }
+    online = online_groups(subject)
+    return [
+        f"{module}: transform_config says that {group} is in it ({entry['location']}), and compression.json names no such rotation"
+        for group, content in _groups(subject).items()
+        for entry in content.get("apply") or ()
+        if entry.get("location") in _IN_WEIGHTS and not subject.trained
+        for module in _modules(subject, classes, entry)
+        if (group if group in online else "", entry["location"], module) not in done
+    ]
+
+
+def _groups(subject: Subject) -> Mapping[str, Mapping[str, Any]]:
+    return ((subject.quantization_config or {}).get("transform_config") or {}).get("config_groups") or {}
 
 
 def _in_forward(group: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

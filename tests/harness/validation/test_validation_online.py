@@ -104,6 +104,11 @@ FAULTS: dict[str, tuple[Callable[[Checkpoint], Any], str, str]] = {
         "files.tensors",
         f"{DOWN}.R4_input.weight: is unexpected",
     ),
+    "a weight is turned for nothing": (
+        lambda c: c.edit_config(lambda d: group(d)["apply"][1]["targets"].append("lm_head")),
+        "format.accepted",
+        "lm_head: transform_config says that R4 is in it (weight_input), and compression.json names no such rotation",
+    ),
     "a place in attention": (
         lambda c: c.edit_config(lambda d: group(d)["apply"][0].update(location="k_cache")),
         "format.accepted",
@@ -119,6 +124,22 @@ def test_a_reader_that_would_not_take_back_what_was_turned_is_found(what: str, w
     spoil(Checkpoint(folder))
     record = judged(workspace.base, folder, workspace)[name]
     assert record.outcome is Outcome.FAIL and said in record.summary + " ".join(record.findings)
+
+
+@pytest.mark.parametrize("place", ["weight_input", "weight_output"])
+def test_a_rotation_that_only_the_config_knows_is_found(place: str, workspace: Workspace, tmp_path: Path) -> None:
+    said = {"R1": {"type": "hadamard", "apply": [{"targets": [DOWN], "location": place}]}}
+    oneshot(
+        workspace.base, recipe=[QuantizationModifier(config_groups=WEIGHTS, ignore=["lm_head"])], output_dir=tmp_path / "out", device="cpu"
+    )
+    Checkpoint(tmp_path / "out").edit_config(lambda d: d["quantization_config"].update(transform_config={"config_groups": said}))
+    for _ in range(2):
+        found = judged(workspace.base, tmp_path / "out", workspace)["format.accepted"]
+        assert found.outcome is Outcome.FAIL and f"says that R1 is in it ({place})" in " ".join(found.findings), found
+        (tmp_path / "out" / "compression.json").unlink(missing_ok=True)  # and without any record
+    data = load_file(workspace.dataset)["input_ids"][8:]
+    trained = {record.name: record for record in validate(workspace.base, tmp_path / "out", data, trained=True).records}
+    assert trained["format.accepted"].outcome is Outcome.PASS  # behaviour alone judges
 
 
 def test_a_record_without_the_rotation_is_found(workspace: Workspace, rotated: Any, tmp_path: Path) -> None:
