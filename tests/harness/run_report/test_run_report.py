@@ -134,6 +134,8 @@ def test_the_page_needs_nothing_else_and_says_what_made_it(ran: Run, page: Path)
     assert "Scales of 4 modules were moved" in text and "largest factor" in text and "SmoothQuantModifier: {}" in text
     data = json.loads((page / "report.json").read_text(encoding="utf-8"))
     assert data["stages"] == ran.printed["stages"] and data["recipe"] == ran.printed["recipe"] and len(data["modules"]) == 18
+    marks = json.loads((ran.folder / "compression.json").read_text(encoding="utf-8"))["data"]["marks"]["hex"]
+    assert marks and marks not in text  # thousands of digits that nobody reads
 
 
 def test_equal_runs_give_equal_bytes_and_times_that_are_not_known_are_said_so(
