@@ -28,6 +28,7 @@ from harness.onnx_graph.graph.drawn_inputs import (
     zeroed_inputs,
 )
 from harness.onnx_graph.graph.indexed_tables import reached_tables, special_ids
+from harness.onnx_graph.graph.named_rows import named_rows
 from harness.onnx_graph.graph.padded_inputs import equal_where_undecided, padded_inputs, special_inputs
 from harness.onnx_graph.graph.run_session import (
     POLICIES,
@@ -137,8 +138,6 @@ class NumericEqual(Contract):
         except GraphRefused as error:
             is_damage = error.graph == _AFTER and not error.is_unknown
             return [self.violated(f"{error}; {_BEFORE} can") if is_damage else self.not_analysed(str(error))]
-        except _Undecided as why:
-            return [self.not_analysed(str(why))]
 
     def _compared(self, pair: Pair) -> list[Finding]:
         added = added_masks(pair.before) if self._inputs is None else ()
@@ -160,15 +159,15 @@ class NumericEqual(Contract):
         judged = [self._judge(pair, several, held, shapes) for several in zip(*rows, strict=True)]
         found = [finding for finding in judged if finding is not None]
         found += self._unvaried(pair, [inputs for inputs, _ in drawings])
-        self._count_rows(pair, [inputs for inputs, _ in drawings])
-        if found or self._inputs is not None:
-            return found
-        several = [[inputs for inputs, _ in one] for one in (as_large, *sized)]
-        return (
-            self._at_zero(pair, as_large[0], before, after, limits)
-            or self._at_full_size(pair, several[0], before, after)
-            or list(islice(self._padded(pair, several, before, after, limits), 1))
-        )
+        self._count_rows(pair, [inputs for inputs, _ in drawings], added)
+        if not found and self._inputs is None:
+            several = [[inputs for inputs, _ in one] for one in (as_large, *sized)]
+            found = (
+                self._at_zero(pair, as_large[0], before, after, limits)
+                or self._at_full_size(pair, several[0], before, after)
+                or list(islice(self._padded(pair, several, before, after, limits), 1))
+            )
+        return found or [self.not_analysed(text) for text in limits.undecided[:1]]
 
     def _as_large(self, pair: Pair, first: Mapping[str, np.ndarray], before: Session) -> list[Drawing]:
         """Draw again as large as at first. Of a drawing that the exported graph refuses, what it takes is kept."""
@@ -215,13 +214,11 @@ class NumericEqual(Contract):
             pair.notes.append(f"{self.name}: {_BEFORE} refuses {some(list(refused))}, a number that it compares with; it was not looked at")
         return drawings
 
-    def _count_rows(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> None:
+    def _count_rows(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], added: Collection[str]) -> None:
         """Note the rows of tables that no id named, in whatever drawing and size."""
-        for name, rows in reached_tables(pair.before).items() if self._inputs is None else ():
-            named = np.unique(np.concatenate([one[name].ravel() for one in drawn])) if name in drawn[0] else np.arange(rows)
-            used = int(((named >= 0) & (named < rows)).sum())
-            if used < rows:
-                pair.notes.append(f"{self.name}: {name} named {used:,} of {rows:,} rows of its table; the others were not looked at")
+        counts = named_rows(pair.before, drawn, added)
+        if left := [f"{used:,} of {rows:,} rows of {table}" for table, (used, rows) in counts.items() if used < rows]:
+            pair.notes.append(f"{self.name}: of tables only these rows were looked at: {some(left)}")
 
     def _unvaried(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> list[Finding]:
         """Ids that named the same rows throughout: of the others nothing is known. One number alone may be a length, which shapes force."""
@@ -315,7 +312,8 @@ class NumericEqual(Contract):
         told = [row for row in rows if not row.unknown]
         if not told:
             return self.not_analysed(rows[0].unknown)
-        pair.notes.append(f"{self.name}: {min(told, key=lambda row: row.sqnr_db).text(min(limits))}")
+        if _ANY not in limits:
+            pair.notes.append(f"{self.name}: {min(told, key=lambda row: row.sqnr_db).text(min(limits))}")
         return None
 
     def _renamed(self, pair: Pair) -> list[Finding]:
@@ -330,21 +328,25 @@ class NumericEqual(Contract):
         return [self.violated(f"output {was}: {now} is found in its place") for was, now in pairs if was in names[1]]
 
 
-class _Undecided(Exception):
-    """The exported graph says too little itself."""
+_ANY = Limit(-np.inf, -np.inf)
 
 
 class _Limits:
-    """How near two runs must be. What the exported graph itself loses as deployed is asked where that decides."""
+    """How near two runs must be. What the exported graph itself loses as deployed is asked where that decides.
+
+    Attributes:
+        undecided: where it says too little itself, in words.
+    """
 
     def __init__(self, pair: Pair, policy: Policy, name: str, added: Collection[str]) -> None:
         self._pair, self._policy, self._name, self._added = pair, policy, name, added
         self._deployed: Session | None = None
+        self.undecided: list[str] = []
 
     def of(
         self, names: Sequence[str], inputs: Mapping[str, np.ndarray], expected: Sequence[Any], rows: Sequence[Sequence[OutputRow]]
     ) -> Limit:
-        """Of one drawing, of which the other graph made rows."""
+        """Of one drawing, of which the other graph made rows; any distance will do where nothing is decided."""
         limit = self._policy.limit
         if self._policy.name == "golden" or not _wrong(rows, limit):
             return limit
@@ -356,9 +358,10 @@ class _Limits:
             return limit
         reached = f"{whole + _DEPLOYED_MARGIN_DB:.1f} dB, in its weakest slice {slices + _DEPLOYED_MARGIN_DB:.1f} dB"
         if is_undecided:
-            raise _Undecided(
+            self.undecided.append(
                 f"as deployed {_BEFORE} itself comes to {reached}, and below {LEAST_DB:g} dB nothing is decided: {_shapes(inputs)}"
             )
+            return _ANY
         self._pair.notes.append(
             f"{self._name}: as deployed {_BEFORE} itself comes to {reached}, and 6 dB less are asked for: {_shapes(inputs)}"
         )

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import onnx
 
-from harness.onnx_graph.graph.local_functions import inlined
+from harness.onnx_graph.graph.local_functions import all_nodes, bodies_of, inlined
 from harness.onnx_graph.graph.view import DATA_INPUTS
 
 MOVES = frozenset(
@@ -40,6 +41,9 @@ _INDEXED: Mapping[str, Sequence[tuple[int, int]]] = {
     "GroupQueryAttention": ((9, 7), (9, 8)),
 }
 """Operator to the positions of ids and of the table that they index; of OneHot that is the number of its rows."""
+
+_OTHER_IDS = frozenset({"GatherND", "ScatterND", "OneHot"})
+"""Of these, by which several numbers name a place, or whose table is a number."""
 
 _AXIS: Mapping[str, tuple[str, int]] = {
     **dict.fromkeys(("Gather", "GatherElements", "ScatterElements", "Scatter"), ("axis", 0)),
@@ -80,6 +84,34 @@ def reached_tables(model: onnx.ModelProto) -> dict[str, int]:
     return _Walk(lambda node: _cast_to(node) not in _FLOATS).through(model).found | id_limits(model)
 
 
+class Table(NamedTuple):
+    """A table of constants: its name, the value that holds the ids of rows, and how many it has."""
+
+    name: str
+    ids: str
+    rows: int
+
+
+def constant_tables(model: onnx.ModelProto) -> list[Table]:
+    """Find the tables of constants that something computed indexes; in the bodies of branches and loops by ids from outside of them.
+
+    Args:
+        model: without local functions; not modified.
+
+    Returns:
+        One per operator that reads them and takes one number as an id, in the order of nodes, where the number of rows is known.
+    """
+    walk = _Walk(lambda _: False).through(model)
+    found = [
+        Table(node.input[table], node.input[ids], walk.rows(node, node.input[ids], node.input[table]))
+        for node in all_nodes(model.graph.node)
+        for ids, table in _indexed(node)
+        if node.op_type not in _OTHER_IDS and len(node.input) > max(ids, table)
+    ]
+    outside = {one.name for one in model.graph.input} | {name for node in model.graph.node for name in node.output}
+    return [one for one in found if one.rows and one.name in walk.sizes and one.ids in outside - walk.sizes.keys()]
+
+
 def special_ids(model: onnx.ModelProto) -> dict[str, set[int]]:
     """Find the numbers that a graph compares ids with: what is padding, and where a text ends.
 
@@ -90,6 +122,10 @@ def special_ids(model: onnx.ModelProto) -> dict[str, set[int]]:
         Name of an input that holds integers to the numbers.
     """
     return _Walk(_moves_ids).through(model).special
+
+
+def _indexed(node: onnx.NodeProto) -> Sequence[tuple[int, int]]:
+    return _INDEXED.get(f"{node.domain}::{node.op_type}", _INDEXED.get(node.op_type, ()))
 
 
 def _moves_ids(node: onnx.NodeProto) -> bool:
@@ -137,17 +173,16 @@ class _Walk:
         for tensor in graph.initializer:
             self.ids.pop(tensor.name, None)
         for node in graph.node:
-            for attribute in node.attribute:
-                for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                    self._through(inner)
-            for ids, table in _INDEXED.get(f"{node.domain}::{node.op_type}", _INDEXED.get(node.op_type, ())):
+            for inner in bodies_of(node):
+                self._through(inner)
+            for ids, table in _indexed(node):
                 if len(node.input) > max(ids, table) and node.input[table]:
-                    self._index(self.ids.get(node.input[ids], set()), self._rows(node, node.input[ids], node.input[table]))
+                    self._index(self.ids.get(node.input[ids], set()), self.rows(node, node.input[ids], node.input[table]))
             if node.op_type in _COMPARED:
                 self._compare([name for name in node.input if name])
             self._pass(node)
 
-    def _rows(self, node: onnx.NodeProto, ids: str, table: str) -> int:
+    def rows(self, node: onnx.NodeProto, ids: str, table: str) -> int:
         """How many rows a table has; 0 where it is not known, or where one id says where all that are read begin."""
         if node.op_type == "OneHot":
             return next(iter(self.numbers.get(table, ())), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import onnx
@@ -53,7 +54,7 @@ def calls(proto: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """
     functions = {_id(one.domain, one.name, one.overload) for one in proto.functions}
     for holder in (proto.graph, *proto.functions):
-        yield from (node for node in _nodes(holder.node) if _id(node.domain, node.op_type, node.overload) in functions)
+        yield from (node for node in all_nodes(holder.node) if _id(node.domain, node.op_type, node.overload) in functions)
 
 
 def _id(domain: str, name: str, overload: str) -> tuple[str, str, str]:
@@ -64,18 +65,36 @@ def _domain(name: str) -> str:
     return "" if name == "ai.onnx" else name
 
 
-def _nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes and those of their branches."""
+def bodies_of(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+    """Return the bodies of a branch or a loop.
+
+    Args:
+        node: any.
+
+    Returns:
+        The graphs that its attributes hold; mostly none.
+    """
+    return [body for one in node.attribute for body in ((one.g, *one.graphs) if one.HasField("g") else one.graphs)]
+
+
+def all_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
+    """Walk through nodes and those of their bodies.
+
+    Args:
+        nodes: of a graph or function.
+
+    Yields:
+        Every node, before those in it.
+    """
     for node in nodes:
         yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _nodes(inner.node)
+        for body in bodies_of(node):
+            yield from all_nodes(body.node)
 
 
 def _prepare_calls(graph: onnx.GraphProto | onnx.FunctionProto, functions: _Functions, file: str) -> None:
     """Write defaults of attributes into calls, for the inliner drops them; refuse calls of what onnxruntime has a kernel for."""
-    for node in _nodes(graph.node):
+    for node in all_nodes(graph.node):
         if (function := functions.get(_id(node.domain, node.op_type, node.overload))) is None:
             continue
         _check_name(function, file)
@@ -98,7 +117,7 @@ def _raise_versions(function: onnx.FunctionProto, of_model: Mapping[str, int], f
     """Give a function the model's versions of operators, which onnxruntime runs there, too; the inliner leaves other ones alone."""
     own = _versions(function)
     others = {name: version for name, version in own.items() if version != of_model.get(name, version)}
-    for node in _nodes(function.node):
+    for node in all_nodes(function.node):
         domain = _domain(node.domain)
         if domain in others and _id(domain, node.op_type, node.overload) not in functions:
             before, after = (_definition(node.op_type, domain, version) for version in (own[domain], of_model[domain]))
@@ -121,13 +140,17 @@ def _definition(name: str, domain: str, version: int) -> tuple[Any, ...] | None:
     return attributes, *([(one.name, one.option) for one in ways] for ways in (schema.inputs, schema.outputs))
 
 
-_OF_ONNXRUNTIME = ("com.microsoft", "com.ms.")
-"""Starts of domains whose operators onnx has no list of."""
+@cache
+def _operators_of_onnxruntime() -> frozenset[tuple[str, str]]:
+    """Domain and name of every operator that it knows; onnx lists only its own."""
+    from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
+
+    return frozenset((_domain(schema.domain), schema.name) for schema in get_all_operator_schema())
 
 
 def _check_name(function: onnx.FunctionProto, file: str) -> None:
     domain, name, _ = _id(function.domain, function.name, "")
-    if onnx.defs.has(name, domain) or domain.startswith(_OF_ONNXRUNTIME):
+    if onnx.defs.has(name, domain) or (domain, name) in _operators_of_onnxruntime():
         raise UserInputError(
             f"{file}: the local function {domain or 'ai.onnx'}::{name} has the name of an operator, and onnxruntime runs its own kernel "
             "in its place; give it a domain of its own"

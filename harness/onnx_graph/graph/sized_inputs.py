@@ -11,7 +11,7 @@ import onnx
 
 from compressor.errors import UserInputError
 from harness.onnx_graph.graph.drawn_inputs import Sizes, example_inputs, inputs_of, is_open, open_axes, terms_of
-from harness.onnx_graph.graph.local_functions import inlined
+from harness.onnx_graph.graph.local_functions import all_nodes, inlined
 from harness.onnx_graph.graph.run_session import GraphRefused, Session
 
 _STEP = 4
@@ -135,11 +135,11 @@ def _words(tied: Sequence[str]) -> str:
 
 
 def _rows_and_lengths(model: onnx.ModelProto) -> tuple[list[str], list[str]]:
-    """Names of open sizes that are met at a first axis, and of the others."""
+    """Names of open sizes that are met at first axes alone, and of the others."""
     shapes = [value.type.tensor_type.shape.dim for value in inputs_of(model)]
     met = [(axis, name) for shape in shapes for axis, one in enumerate(shape) if is_open(one) for name in _names(one.dim_param)]
-    rows = dict.fromkeys(name for axis, name in met if axis == 0)
-    return list(rows), list(dict.fromkeys(name for _, name in met if name not in rows))
+    lengths = dict.fromkeys(name for axis, name in met if axis)
+    return [name for name in dict.fromkeys(name for _, name in met) if name not in lengths], list(lengths)
 
 
 def _names(declared: str) -> list[str]:
@@ -151,17 +151,9 @@ def _joined(model: onnx.ModelProto) -> set[str]:
     graph = inlined(model).graph if model.functions else model.graph
     shapes = {value.name: value.type.tensor_type.shape.dim for value in inputs_of(model)}
     found = set[str]()
-    for node in _nodes(graph):
+    for node in all_nodes(graph.node):
         axis = next((one.i for one in node.attribute if one.name == "axis"), 0)
         for shape in (shapes[name] for name in node.input if node.op_type == "Concat" and name in shapes):
             if -len(shape) <= axis < len(shape) and is_open(shape[axis]):
                 found.update(_names(shape[axis].dim_param))
     return found
-
-
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Those of branches, too, as merged decoders have them."""
-    for node in graph.node:
-        yield node
-        for inner in (one.g for one in node.attribute if one.HasField("g")):
-            yield from _nodes(inner)

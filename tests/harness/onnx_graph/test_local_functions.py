@@ -54,6 +54,12 @@ def test_a_function_with_the_name_of_an_operator_is_refused(domain: str, name: s
     load_graph(_model([negates], helper.make_node("Neg", ["x"], ["y"])))  # one that nothing calls is of no account
 
 
+def test_a_function_in_a_domain_of_onnxruntime_that_has_no_such_operator_runs() -> None:
+    negates = _function("com.microsoft", "OurOwn", helper.make_node("Neg", ["a"], ["b"]))
+    model = _model([negates], helper.make_node("OurOwn", ["x"], ["y"], domain="com.microsoft"))
+    assert np.array_equal(_ran(model), -X) and [node.op_type for node in load_graph(model).graph] == ["Neg"]
+
+
 @pytest.mark.parametrize("place", ["the graph", "a branch", "a function"])
 def test_the_domain_of_a_local_function_counts_wherever_it_is_called(place: str) -> None:
     """Not every runtime knows local functions, whatever they are made of."""

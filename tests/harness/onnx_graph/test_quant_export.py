@@ -23,7 +23,7 @@ from harness.onnx_graph.census.census import census
 from harness.onnx_graph.contracts import numbers
 from harness.onnx_graph.contracts.base import Holding
 from harness.onnx_graph.contracts.stored import codes_lost, stored_numbers
-from harness.onnx_graph.graph.drawn_inputs import example_inputs
+from harness.onnx_graph.graph.drawn_inputs import example_inputs, other_inputs
 from harness.onnx_graph.graph.reading import load_graph
 from harness.onnx_graph.graph.run_session import POLICIES, Limit, run_graph, sqnr_db
 from harness.onnx_graph.graph.view import GraphView
@@ -222,6 +222,12 @@ def test_a_graph_as_deployed_is_held_to_what_it_comes_to_itself(
     same, other = (NumericEqual("deploy").check(exported, one) for one in (exported, worse))
     assert {same.holding, other.holding} == {Holding.NOT_ANALYSED}, same.message
     assert "as deployed the exported graph itself comes to" in same.message and "dB nothing is decided" in same.message
+    several = [inputs, *other_inputs(exported, inputs)]
+    owns = [sqnr_db(*(run_graph(exported, one, POLICIES[name])[0] for name in ("golden", "deploy"))) for one in several]
+    monkeypatch.setattr(numbers, "LEAST_DB", sum(owns) / len(owns))
+    assert min(owns) < max(owns)
+    same, other = (NumericEqual("deploy").check(exported, one) for one in (exported, worse))
+    assert same.holding is Holding.NOT_ANALYSED and other.holding is Holding.VIOLATED  # where it is decided
 
 
 def test_a_wrong_code_is_noticed_before_the_graph_leaves(llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,14 @@ def test_a_size_that_is_declared_as_a_sum_follows_from_the_others() -> None:
     assert "refuses" not in message and "not looked at" not in message
 
 
+def test_a_length_that_stands_first_in_a_mask_and_second_elsewhere_is_a_length() -> None:
+    """As in a mask of queries by keys that all rows share."""
+    text = "j = Concat<axis = 1>(past, x) t = Transpose<perm = [0, 2, 1]>(j) p = MatMul(x, t) y = Mul(p, mask)"
+    model = _graph(f"{PAST}, float[S, T] mask", text)
+    assert first_sizes(Session(model, POLICIES["golden"]), model).sums == {"T": "P + S"}
+    assert NumericEqual().check(model, model).holds
+
+
 def test_a_length_that_is_taken_only_as_the_sum_of_two_follows_from_them() -> None:
     """As a mask over a past and new tokens where its size has a name of its own, beside pasts with names of their own that are equal."""
     inputs = "float[B, P, 4] past, float[B, S, 4] x, float[B, Q, 4] other, float[B, T] mask"
