@@ -1,4 +1,4 @@
-"""What a model holds beside its weights: the settings of its config, and the attributes of its modules.
+"""What a model holds beside its weights: the settings of its config, attributes of its modules, and buffers that no checkpoint holds.
 
 Some of them are copies of what the config says (`model.num_experts`), which go stale where only the config is changed. What they should
 be is what the model's own class makes of the config that was written, so that a model in memory is held against itself, loaded again.
@@ -6,13 +6,17 @@ be is what the model's own class makes of the config that was written, so that a
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from compressor.pages import raw_bytes
 
 _MARK = "_is_hf_initialized"  # of who loads
 _SAVED = frozenset({"architectures", "dtype", "transformers_version"})  # settings that saving writes into the config on its way
+_DIGEST = "_original_object_hash"  # of all other settings of how it generates
 _SAVES = "save_pretrained"  # which a model may have of its own: it decides how the model is written
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (type(None), bool, int, float, str)
@@ -29,17 +33,18 @@ def settings(model: Any) -> Iterator[tuple[str, Any]]:
         Dotted name and value; where the model was loaded from is none.
     """
     generation = {} if model.generation_config is None else model.generation_config.to_dict()
+    generation.pop(_DIGEST, None)
     yield from _flat("", {**model.config.to_dict(), "_name_or_path": None, "generation_config": generation})
 
 
 def attributes(model: nn.Module) -> dict[tuple[str, str], object]:
-    """Read what modules hold beside tensors, hooks and their mode, and what stands in their configs.
+    """Read what modules hold beside what is saved, hooks and their mode: attributes, what stands in their configs, computed buffers.
 
     Args:
         model: of transformers.
 
     Returns:
-        Values by name of the module and dotted name of the attribute; the class of what is no plain value.
+        Values by name of the module and dotted name of the attribute; the class of what is no plain value, a digest of a tensor.
     """
     return {(name, key): _plain(value) for name, module in model.named_modules() for key, value in _held(module)}
 
@@ -74,8 +79,9 @@ def left_behind(
 
 def _held(module: nn.Module) -> Iterator[tuple[str, object]]:
     for key, value in vars(module).items():
-        if key not in _OF_TORCH and key != _MARK:
+        if key not in _OF_TORCH and key not in (_MARK, _DIGEST):
             yield from ((name, one) for name, one in _flat(key, value) if name == key or name.rpartition(".")[2] not in _SAVED)
+    yield from ((key, one) for key, one in module._buffers.items() if key in module._non_persistent_buffers_set)
     yield from ((key, nn.Module) for key, child in module._modules.items() if child is not None)
 
 
@@ -93,6 +99,9 @@ def _plain(value: object) -> object:
     """What can be compared: a place in a list or set may hold anything."""
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(value, Tensor):
+        digest = hashlib.sha256(bytes(raw_bytes(value.cpu()).numpy())).hexdigest()[:12]
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {digest}"
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(one) for one in (sorted(value, key=repr) if isinstance(value, set | frozenset) else value)]
     return f"<{getattr(value, '__name__', type(value).__name__)}>"

@@ -422,6 +422,8 @@ def _what(pair: Pair, was: RoleWeight, now: Projection) -> str:
         return f"several projections packed into [{now.shape[0]}, {now.shape[1]}]"
     if columns := columns_of(expected, now.matrix_IO):
         return f"{columns} alone of its own [{expected.shape[0]}, {expected.shape[1]}]"
+    if expected.shape == now.matrix_IO.shape and np.array_equal(_sorted_columns(expected), _sorted_columns(now.matrix_IO)):
+        return "its own columns in another order, and what takes them back is not followed"
     return f"another weight, {_distance(was.projection, now)} its own"
 
 
@@ -432,6 +434,10 @@ def _distance(was: Projection, now: Projection) -> str:
     if not (np.isfinite(was.matrix_IO).all() and np.isfinite(now.matrix_IO).all()):
         return "with NaN or infinite numbers in it or in"
     return f"{sqnr_db(was.matrix_IO, now.matrix_IO):.1f} dB from"
+
+
+def _sorted_columns(matrix_IO: np.ndarray) -> np.ndarray:
+    return matrix_IO[:, np.lexsort(matrix_IO)]
 
 
 def _factor(expected: np.ndarray, actual: np.ndarray) -> float | None:

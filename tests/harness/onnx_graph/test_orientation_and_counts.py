@@ -134,6 +134,7 @@ def test_a_weight_that_is_unpacked_is_said_to_be_its_columns(attention_graph: on
     ("change", "said"),
     [
         (lambda weight: weight[:, :16][:, ::-1], "another weight, [32, 16] in place of the [32, 32] of its own"),
+        (lambda weight: weight[:, ::-1], "its own columns in another order, and what takes them back is not followed"),
         (lambda weight: np.where(weight > 0, weight, np.nan), "another weight, with NaN or infinite numbers in it or in its own"),
     ],
 )
