@@ -172,7 +172,7 @@ def _prune(settings: PruneSettings) -> Verdict:
     deleted = list(remove(root, unused)) if settings.delete and unused else []
     lines = [f"{'deleted' if deleted else 'unused'}: {name}" for name in unused]
     lines += [f"kept: {name}: its test was skipped or failed, so whether it is used cannot be known" for name in unsure]
-    _print(settings, {"unused": unused, "deleted": deleted, "unknown": unsure}, lines or ["every golden is used"])
+    _print(settings, {"unused": [] if settings.names else unused, "deleted": deleted, "unknown": unsure}, lines or ["every golden is used"])
     return Verdict.REGRESSION if unused and not deleted else Verdict.PASS
 
 
@@ -247,7 +247,7 @@ _ACTIONS = {
         "list every golden, and hold its file against the manifest",
         GoldenSettings,
         _list,
-        exit_codes("every golden can be read", "a file is missing or differs from its manifest"),
+        exit_codes("every golden can be read", "a file is missing, in no manifest, or differs from its own"),
     ),
 }
 

@@ -357,7 +357,7 @@ class History:
         if not self.path.exists():
             return []
         with self._open() as database:
-            return [] if is_empty(database) else database.execute(query, values).fetchall()
+            return [] if is_empty(database, self.path) else database.execute(query, values).fetchall()
 
     @contextmanager
     def _open(self, *, write: bool = False) -> Iterator[sqlite3.Connection]:

@@ -39,9 +39,11 @@ _READING = struct.Struct("<qqd")
 _INDEX = "CREATE INDEX measurements_by_metric ON measurements (metric, environment, night)"
 
 
-def is_empty(database: sqlite3.Connection) -> bool:
-    """Whether nothing was written to a database; one that bears our mark has lost its tables."""
-    return not (_pragma(database, "application_id") or database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0])
+def is_empty(database: sqlite3.Connection, path: Path) -> bool:
+    """Whether nothing was written to a database; one that bears our mark has lost its tables, one of one byte is none, to SQLite empty."""
+    return path.stat().st_size != 1 and not (
+        _pragma(database, "application_id") or database.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+    )
 
 
 def _pragma(database: sqlite3.Connection, name: str) -> int:
@@ -58,7 +60,7 @@ def prepare(database: sqlite3.Connection, path: Path) -> None:
     Raises:
         HistoryError: as `check`.
     """
-    if not is_empty(database):
+    if not is_empty(database, path):
         check(database, path)
     else:
         for name in ("environments", "measurements", "readings", "acceptances"):
@@ -111,7 +113,7 @@ def check(database: sqlite3.Connection, path: Path) -> int:
     Raises:
         HistoryError: it is no history, comes from a later version, or is damaged.
     """
-    if is_empty(database):
+    if is_empty(database, path):
         return SCHEMA
     mark, schema = _pragma(database, "application_id"), _pragma(database, "user_version")
     if mark != _MARK:

@@ -16,8 +16,8 @@ from compressor.errors import UserInputError
 _SIGN_MAGNITUDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PARTS = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # e2m1, without its sign
-_FAR = 1 << 62
-"""More units apart than any count of them could be told from another."""
+FAR = (1 << 63) - 1
+"""More units apart than two numbers of any dtype: the distance of NaN or an infinity from whatever else."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -138,15 +138,16 @@ def ulp_distance(left: Tensor, right: Tensor) -> Tensor:
         right: of the same dtype and shape.
 
     Returns:
-        0 for equal values, +0 and -0, and NaN against NaN; 2^62 where only one side is NaN or infinite.
+        0 for equal values, +0 and -0, and NaN against NaN; `FAR` where only one side is NaN or infinite, and one less
+        where float64 numbers of unequal sign are so far apart, or farther.
     """
     sign, magnitude = ordered(left)
     other_sign, other = ordered(right)
     apart = (magnitude - other).abs()
-    across = magnitude.clamp(max=_FAR // 2) + other.clamp(max=_FAR // 2)
+    across = torch.minimum(magnitude, FAR - 1 - other) + other  # which no int64 could hold else
     distance = torch.where(sign == other_sign, apart, across)
     distance = torch.where(widen(left).isnan() & widen(right).isnan(), torch.zeros_like(distance), distance)
-    return torch.where(misplaced(left, right), torch.full_like(distance, _FAR), distance)
+    return torch.where(misplaced(left, right), torch.full_like(distance, FAR), distance)
 
 
 def misplaced(left: Tensor, right: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class Distance:
     """What was measured.
 
     Attributes:
-        max_abs: largest absolute difference; None for an empty tensor.
+        max_abs: largest absolute difference, of complex numbers of either part; None for an empty tensor.
         max_ulp: representable numbers between the two, at most; None for integers.
         sqnr_db: 10 log10(|expected|^2 / |difference|^2); infinite where nothing differs.
         relative_error: |difference| / |expected|.

@@ -14,6 +14,7 @@ from compressor.training import Plan, Trainer, locate
 from compressor.training.step.batch import batch_key
 from harness.replay.equivalence.run import Moment, Plot, Refusal, rehearse
 from harness.replay.equivalence.training_state import TrainingState
+from harness.tolerance.bits import FAR
 from harness.tolerance.measures import measure
 
 
@@ -104,7 +105,7 @@ def spell_distance(actual: Tensor, expected: Tensor) -> str:
     found = measure(actual, expected)
     if not found.num_changed:
         return "no difference when the runs were repeated, so the difference does not repeat"
-    ulps = "" if found.max_ulp is None else f", {found.max_ulp} ULP" if found.max_ulp < 1 << 62 else ", NaN or infinity on one side"
+    ulps = "" if found.max_ulp is None else f", {found.max_ulp} ULP" if found.max_ulp < FAR else ", NaN or infinity on one side"
     if not found.max_abs:
         ulps += ", other bits of equal values (a sign of zero, or a payload of NaN)"
     where = "" if not found.first_index else f"; first at {list(found.first_index)}"

@@ -10,10 +10,10 @@ from typing import Any
 from harness.replay.kernels.call_site import Site, worst
 from harness.replay.kernels.error_growth import Grown, GrownError
 from harness.replay.kernels.timing import KernelTiming
+from harness.tolerance.bits import FAR
 from harness.tolerance.measures import Distance
 
 _MOST_SITES = 12
-_FAR = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def _spell(distance: Distance) -> str:
 
 
 def _ulps(count: float) -> str:
-    return "infinitely many" if count >= _FAR else f"{count:.0f}"
+    return "infinitely many" if count >= FAR else f"{count:.0f}"
 
 
 def _time(seconds: float) -> str:

@@ -203,6 +203,7 @@ DAMAGES = {
     "page": (_damage, "damaged"),
     "schema": (_damage_schema, "damaged"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:5000]), "damaged"),
+    "one byte": (lambda path: path.write_bytes(b"3"), "is no history of harness nightly"),
     "foreign": (_foreign, "is no history of harness nightly"),
 }
 

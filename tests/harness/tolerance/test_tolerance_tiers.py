@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import struct
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from compressor.errors import UserInputError
 from harness.modules import tensors as compared
 from harness.tolerance import T0, T1, T2, T3, T4, Tier, TierMap, climb, compare, decoys_of, vacuous_decoys
-from harness.tolerance.bits import dtype_name, from_bytes, to_bytes, ulp_distance, unit_of, widen
+from harness.tolerance.bits import FAR, dtype_name, from_bytes, to_bytes, ulp_distance, unit_of, widen
 from harness.traceability import recording as recorded
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -121,7 +122,19 @@ def test_ulp_counts_across_zero_and_not_past_infinity() -> None:
     assert not compare(torch.tensor([math.inf]), largest, T1(max_ulp=10**9)).ok
     assert not compare(torch.tensor([math.nan]), largest, T1(max_ulp=10**9)).ok
     assert compare(torch.tensor([math.nan]), torch.tensor([-math.nan]), T1(max_ulp=0)).ok
-    assert int(ulp_distance(torch.tensor([-1e308], dtype=torch.float64), torch.tensor([1e308], dtype=torch.float64))) > 1 << 61
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(-6.75, 0.0), (6.75, 0.0), (1.0, -1.0), (-1e308, 1e308), (math.inf, 1.0), (-math.inf, math.inf)]
+)
+def test_double_numbers_far_apart_are_counted_as_far_as_an_int64_goes(one: float, other: float) -> None:
+    def place(value: float) -> int:
+        bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+        return bits if bits >= 0 else -(bits + 2**63)
+
+    due = abs(place(one) - place(other)) if math.isfinite(one) else FAR
+    found = int(ulp_distance(torch.tensor([one], dtype=torch.float64), torch.tensor([other], dtype=torch.float64)))
+    assert found == (min(due, FAR - 1) if math.isfinite(one) else FAR)
 
 
 @pytest.mark.parametrize("steps", [3, 4, 5])
