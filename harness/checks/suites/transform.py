@@ -24,14 +24,18 @@ Case = TypeVar("Case")
 _UNITS = 32.0
 # bfloat16, float32, float64: 32 eps of bfloat16 are a quarter of the output, and hide a doubled head; ours are within 1.5.
 _OUTPUT_UNITS = (4.0, _UNITS, _UNITS)
+_CALIBRATIONS = {torch.bfloat16: ((2, 12), (2, 12)), torch.float32: ((3, 24),), torch.float64: ((1, 9), (4, 12), (2, 30))}
+"""Rows and lengths of the batches that a transform learns from: one alone, too, and unequal ones."""
 _LEAST_CHANGE = 1e-4
 _LEAST_SPREAD = 1 / 8  # of the rows, or columns, that the energy of one entry counts for; rotations drawn at random have 1/3
 _ALIKE = 0.9  # cosine of the two sides; of n channels drawn apart it is about n^-1/2
 
 
-def _apply(subject: Transform, model: nn.Module, context: CheckContext) -> None:
+def _apply(subject: Transform, model: nn.Module, context: CheckContext, shapes: Sequence[tuple[int, int]] = ()) -> None:
+    """Give it batches of these rows and lengths, or two of 2 x 12."""
+    others = [token_ids(model, seed=context.seed + at, rows=rows, length=length)[0] for at, (rows, length) in enumerate(shapes)]
     with torch.no_grad():
-        subject.apply(model, token_ids(model, seed=context.seed + 7))
+        subject.apply(model, others or token_ids(model, seed=context.seed + 7))
 
 
 def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str:
@@ -43,7 +47,7 @@ def _ladder(subject: Transform, architecture: str, context: CheckContext) -> str
         own = in_dtype(model, dtype)
         with truly(dtype):
             before = _rows(logits_before(architecture, own, ids) for ids in batches)
-        _apply(subject, own, context)  # what the subject wants in float32 stays in float32
+        _apply(subject, own, context, _CALIBRATIONS[dtype])  # what the subject wants in float32 stays in float32
         with truly(dtype):
             after = _rows(logits(own, ids) for ids in batches)
         refuse_vacuous(before, max(_OUTPUT_UNITS) * torch.finfo(dtype).eps)

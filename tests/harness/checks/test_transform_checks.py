@@ -79,6 +79,17 @@ def test_what_is_wrong_in_bfloat16_alone_is_caught(wrong):
     assert record.outcome is (Outcome.PASS if wrong == "right" else Outcome.FAIL), record.summary
 
 
+@pytest.mark.parametrize("when", [lambda ids: len(ids) == 1, lambda ids: len(ids) > 2, lambda ids: len({one.shape for one in ids}) > 1])
+def test_what_is_wrong_for_some_batches_is_caught(when):
+    def scale_values(model, batches):
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.weight.mul_(2)
+            layer.self_attn.o_proj.weight.div_(2 + when(batches))
+
+    record = check(InPlaceTransform(scale_values, ["*.v_proj.weight"], architectures=["llama"]), checks=[31]).records[0]
+    assert record.outcome is Outcome.FAIL, record.summary
+
+
 @pytest.mark.parametrize("token", [0, 5, -1])
 def test_a_token_that_is_spoilt_is_caught(token):
     def scale_values(model, batches):
