@@ -14,6 +14,7 @@ from compressor.errors import UserInputError
 from compressor.lifecycle import Modifier
 from compressor.lifecycle.interface import TRAINING_CALLBACKS
 from compressor.lifecycle.modifier import overrides
+from compressor.modifiers.quantization import QuantizationModifier
 from compressor.pipelines.journal.fingerprint import Fingerprint, machine, versions
 from compressor.settings.verbs import StepSettings
 
@@ -33,7 +34,7 @@ def check_recipe(modifiers: tuple[Modifier, ...], length: float, unit: str) -> l
         unit: `steps` or `epochs`.
 
     Returns:
-        What a user must know, a sentence each: ends that the run does not reach.
+        What a user must know, a sentence each: ends that the run does not reach, and when observers would stop.
 
     Raises:
         UserInputError: a modifier that training would never start.
@@ -57,6 +58,10 @@ def check_recipe(modifiers: tuple[Modifier, ...], length: float, unit: str) -> l
             )
         if modifier.end is not None and modifier.end > length:
             notes.append(f"{modifier.label}: end={modifier.end:g} lies behind the run of {length:g} {unit}, so it is cut short")
+        freeze = modifier.disable_quantization_observer_epoch if isinstance(modifier, QuantizationModifier) else None
+        if freeze is not None and freeze >= length:
+            text = f"disable_quantization_observer_epoch={freeze:g} lies behind the run of {length:g} {unit}"
+            notes.append(f"{modifier.label}: {text}, so scales are fixed at its end alone")
     return notes
 
 

@@ -59,6 +59,8 @@ def run(settings: EquivalenceSettings) -> Verdict:
         found = compare_modes(
             subject.factory, subject.batch_at, settings.modes, steps=settings.steps, seed=settings.seed, every=settings.every
         )
+    for note in subject.notes:
+        print(f"note: {note}", file=sys.stderr)
     print(found.to_json() if settings.as_json else found.to_text(), end="")
     return found.verdict
 

@@ -108,11 +108,13 @@ class ModelSteps:
         name: for reports.
         factory: makes a fresh step.
         batch_at: gives the batch of a step.
+        notes: what of the recipe a run of that length does not reach.
     """
 
     name: str
     factory: Callable[[], TrainStep]
     batch_at: Callable[[int], Any]
+    notes: tuple[str, ...] = ()
 
 
 def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "auto", num_steps: int | None = None) -> ModelSteps:
@@ -139,8 +141,7 @@ def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "
     if size.batch_size < 1 or size.seq_length < 2:
         raise UserInputError(f"--batch-size {size.batch_size}, --seq-length {size.seq_length}: give at least 1 row of 2 tokens")
     where = resolve_device(device)
-    if recipe is not None and num_steps is not None:
-        check_recipe(load_recipe(recipe).modifiers, num_steps, "steps")
+    notes = [] if recipe is None or num_steps is None else check_recipe(load_recipe(recipe).modifiers, num_steps, "steps")
     if Path(source).is_dir():
         build, batch_at = _folder(source, size, where)
     elif source in zoo():
@@ -157,7 +158,7 @@ def steps_of(source: str, size: Size, recipe: str | None = None, device: str = "
         session = None if recipe is None else _session(model, recipe, where)
         return TrainStep(model, model_loss, adamw(model.parameters(), lr=1e-4), session)
 
-    return ModelSteps(source, factory, batch_at)
+    return ModelSteps(source, factory, batch_at, tuple(notes))
 
 
 def model_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -48,6 +48,15 @@ def test_a_recipe_whose_step_is_not_replayed_says_nothing(capsys, tmp_path, star
     assert said in told.out + told.err
 
 
+@pytest.mark.parametrize("setting", ["end", "disable_quantization_observer_epoch"])
+def test_what_of_a_recipe_lies_behind_the_run_is_said(capsys, tmp_path, setting):
+    recipe = tmp_path / "long.yaml"
+    recipe.write_text(f"QuantizationModifier:\n  {{targets: [Linear], ignore: [lm_head], scheme: W8A8, start: 0, {setting}: 50}}\n")
+    assert main(["replay", "llama", *SMALL, "--modes", "replay", "--recipe", str(recipe), "--json"]) == 0
+    told = capsys.readouterr()
+    assert f"{setting}=50 lies behind the run of 7 steps" in told.err and json.loads(told.out)["verdict"] == "pass"
+
+
 def test_a_step_that_is_refused_is_a_verdict(capsys):
     assert main(["replay", "mistral", "--steps", "4", "--modes", "capture"]) in (0, 1)
     assert "verdict:" in capsys.readouterr().out
