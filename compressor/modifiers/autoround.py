@@ -232,7 +232,7 @@ class AutoRoundModifier(SchemeModifier):
             name: LearnedRounding(weight_of(one), self._weights(name), self.global_scale(name), learn_range=self.enable_minmax_tuning)
             for name, one in floats.items()
         }
-        before, after, best, unreached = 0.0, 0.0, 0, Unreached(names if calls.calls else ())
+        unreached = Unreached(names if calls.calls else ())
         untold, details, why = list[str](), dict[str, Detail](), dict[str, dict[str, Detail]]()
         if self.target is None and not calls.correspond:
             calls.targets, details = [], {_TARGET: "propagated"}
@@ -243,7 +243,7 @@ class AutoRoundModifier(SchemeModifier):
                     held.enter_context(_inputs_rounded(one, self._schemes[name], name))
                 before, after, best = self._descend(loss, floats, roundings, unreached, state.seed + zlib.crc32(block.encode()))
                 untold = loss.uncalled({name: one for name, one in floats.items() if name in unreached})
-        details |= {"block_loss_before": before, "block_loss": after, "best_step": best}
+            details |= {"block_loss_before": before, "block_loss": after, "best_step": best}
         for name in [name for name in names if name in unreached]:
             why[name] = {_TOKENS: 0} if name in untold else {_GRADIENT: "none"}
         return {name: self._rounded(name, rounding, details | why.get(name, {})) for name, rounding in roundings.items()}

@@ -459,7 +459,7 @@ def _estimate(
     dropped = sum(target.number("bytes_before") - target.number("bytes_after") for target in targets if target.scheme is None)
     return Estimate(
         checkpoint_bytes=checkpoint_bytes(skeleton, coded) - dropped,
-        journal_bytes=made if pipeline == "sequential" else 0,
+        journal_bytes=0 if pipeline == "data_free" else made,
         offload_bytes=timeline.offload_bytes,
         model_bytes=setting.model_bytes,
         process_bytes=resident_bytes(),

@@ -64,6 +64,11 @@ def error(model: nn.Module) -> float:
         return float((model.model(TOKENS).last_hidden_state - llama().model(TOKENS).last_hidden_state).square().mean())
 
 
+def test_without_steps_nothing_is_said_of_losses_that_nobody_measured() -> None:
+    result = oneshot(llama(), recipe=recipe(FORMATS[next(iter(FORMATS))], iters=0), dataset=TOKENS)
+    assert result.report.modules and not any("block_loss" in one.details for one in result.report.modules.values())
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_blocks_come_closer_and_so_does_the_model(name: str) -> None:
     args = FORMATS[name]

@@ -405,6 +405,13 @@ def test_without_data_only_weights_and_rounding_count(folder: Path) -> None:
     assert made.estimate.stages[0].statistics_bytes == made.estimate.journal_bytes == 0
 
 
+@pytest.mark.parametrize("setting", [{"scheme": "FP8"}, {"scheme": "W4A16", "weight_observer": "imatrix_mse"}])
+def test_what_calibrates_in_one_go_keeps_what_it_made_until_the_end_too(folder: Path, setting: dict[str, str]) -> None:
+    made = plan(folder, recipe={"QuantizationModifier": {"ignore": ["lm_head"], **setting}})
+    assert made.pipeline == "basic"
+    assert made.estimate.journal_bytes == sum(int(module.details["bytes_after"]) for module in made.modules) > 0
+
+
 def test_the_command_prints_stages_and_takes_the_options_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(folder), "--recipe", json.dumps(RECIPE), "--num-calibration-samples", "63", "--device", "cpu"]
     assert main([*command, "--batch-size", "4", "--engine", "suspend", "--dtype", "float32", "--activation-memory", "100kB"]) == 0
