@@ -332,16 +332,12 @@ _ANY = Limit(-np.inf, -np.inf)
 
 
 class _Limits:
-    """How near two runs must be. What the exported graph itself loses as deployed is asked where that decides.
-
-    Attributes:
-        undecided: where it says too little itself, in words.
-    """
+    """How near two runs must be. What the exported graph itself loses as deployed is asked where that decides."""
 
     def __init__(self, pair: Pair, policy: Policy, name: str, added: Collection[str]) -> None:
         self._pair, self._policy, self._name, self._added = pair, policy, name, added
         self._deployed: Session | None = None
-        self.undecided: list[str] = []
+        self.undecided: list[str] = []  # where it says too little itself, in words
 
     def of(
         self, names: Sequence[str], inputs: Mapping[str, np.ndarray], expected: Sequence[Any], rows: Sequence[Sequence[OutputRow]]
