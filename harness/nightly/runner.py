@@ -216,7 +216,8 @@ class Runner:
             return CellOutcome.KILLED, f"ended by signal {-ended.code}; {last_line(log)}", {}
         if cell.command:
             outcome = _OUTCOMES.get(ended.code, CellOutcome.ERROR)
-            return outcome, f"exit code {ended.code}; {last_line(log)}", {"seconds": ([ended.seconds], "lower", "series")}
+            took = {"seconds": ([ended.seconds], "lower", "series")} if outcome is CellOutcome.PASS else {}  # who fails, fails early
+            return outcome, f"exit code {ended.code}; {last_line(log)}", took
         if ended.code or not result.exists():
             return CellOutcome.ERROR, f"exit code {ended.code}; {last_line(log)}", {}
         found = from_json(result.read_text("utf-8"))

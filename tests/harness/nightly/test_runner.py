@@ -192,6 +192,13 @@ def test_cells_behind_a_commit_of_somebody_are_filed_under_none(tmp_path: Path) 
     assert History(tmp_path / "nightly.sqlite").metrics() == ["a/seconds"]
 
 
+@pytest.mark.parametrize("code", [0, 1, 2, 7])
+def test_how_long_a_command_took_is_filed_where_it_passed(tmp_path: Path, code: int) -> None:
+    """One that fails at once would be the level that the repaired one is worse than."""
+    run(tmp_path, commands={"a": python(f"raise SystemExit({code})")}, retries=0)
+    assert History(tmp_path / "nightly.sqlite").metrics() == (["a/seconds"] if code == 0 else [])
+
+
 def test_attempts_are_rows_and_the_last_one_counts(tmp_path: Path) -> None:
     once = python("import pathlib, sys; p = pathlib.Path('tried'); there = p.exists(); p.touch(); sys.exit(0 if there else 9)")
     found = run(tmp_path, commands={"c": once}, retries=3)
