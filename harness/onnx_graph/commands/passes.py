@@ -38,8 +38,8 @@ def run(settings: PassesSettings) -> Verdict:
         settings: of the verb.
 
     Returns:
-        PASS where everything is known or was accepted, REGRESSION where a new list breaks the contract, INCONCLUSIVE where one waits to be
-        accepted, or no optimizer is installed.
+        PASS where everything is known or was accepted, REGRESSION where a list breaks the contract, INCONCLUSIVE where a new one waits
+        to be accepted, or no optimizer is installed.
 
     Raises:
         UserInputError: an unknown pass or contract, an optimizer that is not installed, a damaged record.
@@ -57,9 +57,9 @@ def run(settings: PassesSettings) -> Verdict:
     else:
         print("\n".join(alarm.text() for alarm in alarms))
     verdict = worst(alarm.verdict for alarm in alarms)
-    unknown = [alarm for alarm in alarms if alarm.state != "known"]
-    if verdict is Verdict.INCONCLUSIVE and unknown and settings.accept:
-        accept(path, unknown)
+    tried = [alarm for alarm in alarms if alarm.trials]
+    if verdict is not Verdict.REGRESSION and tried and settings.accept:
+        accept(path, tried)
         return Verdict.PASS
     return verdict
 
@@ -68,5 +68,5 @@ COMMAND = Command(
     "compare the passes in force with those on record, and try new ones",
     PassesSettings,
     run,
-    LIMITS + exit_codes("every list is known, or accepted and harmless", "a new list breaks the contract", "a new list that does not"),
+    LIMITS + exit_codes("every list is known, or accepted, and harmless", "a list breaks the contract", "a new list that does not"),
 )

@@ -52,6 +52,7 @@ LEAST_DB = 20.0
 """Below it the exported graph decides nothing itself."""
 _DEPLOYED_MARGIN_DB = 6.0
 """What a graph may be worse, as deployed, than the exported one is as deployed: twice the amplitude."""
+_MOST_NAMES = 8
 _MOST_SPECIAL = 8
 """Of one input: padding, begin, end and a few more of a processor."""
 
@@ -217,8 +218,11 @@ class NumericEqual(Contract):
     def _count_rows(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], added: Collection[str]) -> None:
         """Note the rows of tables that no id named, in whatever drawing and size."""
         counts = named_rows(pair.before, drawn, added)
-        if left := [f"{used:,} of {rows:,} rows of {table}" for table, (used, rows) in counts.items() if used < rows]:
-            pair.notes.append(f"{self.name}: of tables only these rows were looked at: {some(left)}")
+        left: dict[tuple[int, int], list[str]] = {}
+        for table, (used, rows) in counts.items():
+            left.setdefault((used, rows), []).append(table)
+        if short := [f"{used:,} of {rows:,} rows of {_several(names)}" for (used, rows), names in sorted(left.items()) if used < rows]:
+            pair.notes.append(f"{self.name}: of tables only these rows were looked at: {'; '.join(short)}")
 
     def _unvaried(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> list[Finding]:
         """Ids that named the same rows throughout: of the others nothing is known. One number alone may be a length, which shapes force."""
@@ -371,6 +375,11 @@ def _wrong(outputs: Sequence[Sequence[OutputRow]], limit: Limit) -> str:
 
 def _shapes(inputs: Mapping[str, np.ndarray]) -> str:
     return ", ".join(f"{name} {list(one.shape)}" for name, one in inputs.items())
+
+
+def _several(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _is_as_finite(one: Any, other: Any) -> bool:

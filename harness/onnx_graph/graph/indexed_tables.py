@@ -42,8 +42,8 @@ _INDEXED: Mapping[str, Sequence[tuple[int, int]]] = {
 }
 """Operator to the positions of ids and of the table that they index; of OneHot that is the number of its rows."""
 
-_OTHER_IDS = frozenset({"GatherND", "ScatterND", "OneHot"})
-"""Of these, by which several numbers name a place, or whose table is a number."""
+_WRITES = frozenset({"ScatterND", "ScatterElements", "Scatter", "TensorScatter", "OneHot"})
+"""Of these, which read no row of a table by its id."""
 
 _AXIS: Mapping[str, tuple[str, int]] = {
     **dict.fromkeys(("Gather", "GatherElements", "ScatterElements", "Scatter"), ("axis", 0)),
@@ -85,15 +85,16 @@ def reached_tables(model: onnx.ModelProto) -> dict[str, int]:
 
 
 class Table(NamedTuple):
-    """A table of constants: its name, the value that holds the ids of rows, and how many it has."""
+    """A table of constants: its name, the value that holds the ids of rows, how many it has, and whether an id is the first of several."""
 
     name: str
     ids: str
     rows: int
+    is_first: bool = False
 
 
 def constant_tables(model: onnx.ModelProto) -> list[Table]:
-    """Find the tables of constants that something computed indexes; in the bodies of branches and loops by ids from outside of them.
+    """Find the tables of constants that something computed looks up in; in the bodies of branches and loops by ids from outside of them.
 
     Args:
         model: without local functions; not modified.
@@ -103,10 +104,10 @@ def constant_tables(model: onnx.ModelProto) -> list[Table]:
     """
     walk = _Walk(lambda _: False).through(model)
     found = [
-        Table(node.input[table], node.input[ids], walk.rows(node, node.input[ids], node.input[table]))
+        Table(node.input[table], node.input[ids], walk.rows(node, node.input[ids], node.input[table]), node.op_type == "GatherND")
         for node in all_nodes(model.graph.node)
         for ids, table in _indexed(node)
-        if node.op_type not in _OTHER_IDS and len(node.input) > max(ids, table)
+        if node.op_type not in _WRITES and len(node.input) > max(ids, table)
     ]
     outside = {one.name for one in model.graph.input} | {name for node in model.graph.node for name in node.output}
     return [one for one in found if one.rows and one.name in walk.sizes and one.ids in outside - walk.sizes.keys()]

@@ -207,7 +207,8 @@ class Alarm:
         added: passes that are in force now and were not.
         removed: the other way round.
         reordered: the same passes in another order.
-        trials: on the zoo; empty where the list is known.
+        asked: the contract and the skips that it is relied on with.
+        trials: on the zoo; empty where a list on record was found to hold what is asked.
     """
 
     passes: PassList
@@ -216,6 +217,7 @@ class Alarm:
     added: tuple[str, ...]
     removed: tuple[str, ...]
     reordered: bool
+    asked: str
     trials: tuple[Trial, ...]
 
     @property
@@ -233,9 +235,10 @@ class Alarm:
     def text(self) -> str:
         """Say it in a few lines."""
         head = f"{self.passes.backend} {self.passes.version}: {len(self.passes.effective)} passes, {self.passes.sha256[:12]}, {self.state}"
-        if self.state == "known":
+        if not self.trials:
             return head
-        lines = [head + (f", compared with {self.compared_with}" if self.compared_with else ", nothing to compare with")]
+        compared = f"compared with {self.compared_with}" if self.compared_with else "nothing to compare with"
+        lines = [f"{head}, {f'and not yet tried for {self.asked}' if self.state == 'known' else compared}"]
         changes = (("new", self.added), ("gone", self.removed)) if self.compared_with else ()
         lines += [f"  {word}: {', '.join(names)}" for word, names in changes if names]
         lines += ["  the same passes in another order"] if self.reordered else []
@@ -247,7 +250,13 @@ class Alarm:
     def to_dict(self) -> dict[str, Any]:
         """Return the alarm as JSON types."""
         trials = [{"graph": one.graph, "holds": one.holds, "message": one.message, "needed": list(one.needed)} for one in self.trials]
-        fixed = {"state": self.state, "compared_with": self.compared_with, "reordered": self.reordered, "breaks": self.breaks}
+        fixed = {
+            "state": self.state,
+            "asked": self.asked,
+            "compared_with": self.compared_with,
+            "reordered": self.reordered,
+            "breaks": self.breaks,
+        }
         return {**self.passes.to_dict(), **fixed, "added": list(self.added), "removed": list(self.removed), "trials": trials}
 
 
@@ -282,7 +291,7 @@ def read_records(path: Path) -> Records:
 
 
 def check_passes(records: Records, backend: str, contract: Contract, skips: Sequence[str]) -> Alarm:
-    """Compare the passes in force with those on record, and try them where they are new.
+    """Compare the passes in force with those on record, and try them where they are new, or are asked for what nobody has tried.
 
     Args:
         records: as read.
@@ -299,26 +308,33 @@ def check_passes(records: Records, backend: str, contract: Contract, skips: Sequ
     passes = effective_passes(backend)
     releases = records.get(backend, {})
     record = releases.get(passes.version)
-    if record is not None and record["sha256"] == passes.sha256:
-        return Alarm(passes, "known", passes.version, (), (), False, ())
+    of_it = sorted({skip for skip in skips if skip in passes.known})
+    asked = f"{contract.name} under {', '.join(of_it) or 'no skip'}"
+    is_known = record is not None and record["sha256"] == passes.sha256
+    if record is not None and is_known and asked in record.get("held", ()):
+        return Alarm(passes, "known", passes.version, (), (), False, asked, ())
     compared = passes.version if record is not None else max(releases, key=_release, default="")
     before = tuple(releases[compared]["effective"]) if compared else ()
     added = tuple(name for name in passes.effective if name not in before)
     removed = tuple(name for name in before if name not in passes.effective)
     reordered = bool(before) and not added and not removed
-    trials = tuple(_try(name, backend, contract, [skip for skip in skips if skip in passes.known]) for name in small_zoo())
-    return Alarm(passes, "new release" if record is None else "changed", compared, added, removed, reordered, trials)
+    state = "known" if is_known else "new release" if record is None else "changed"
+    trials = tuple(_try(name, backend, contract, of_it) for name in small_zoo())
+    return Alarm(passes, state, compared, added, removed, reordered and not is_known, asked, trials)
 
 
 def _is_record(records: Any) -> bool:
     if not isinstance(records, dict) or not all(isinstance(releases, dict) for releases in records.values()):
         return False
     entries = [record for releases in records.values() for record in releases.values()]
-    return all(isinstance(one, dict) and isinstance(one.get("effective"), list) and isinstance(one.get("sha256"), str) for one in entries)
+    kinds = {"effective": list, "sha256": str}
+    return all(isinstance(one, dict) and all(isinstance(one.get(key), kind) for key, kind in kinds.items()) for one in entries) and all(
+        isinstance(one.get("held", []), list) for one in entries
+    )
 
 
 def accept(path: Path, alarms: Sequence[Alarm]) -> None:
-    """Put the lists in force on record.
+    """Put the lists in force on record, and what they were found to hold.
 
     Args:
         path: of the goldens; written whole or not at all.
@@ -327,7 +343,9 @@ def accept(path: Path, alarms: Sequence[Alarm]) -> None:
     records = {backend: dict(releases) for backend, releases in read_records(path).items()}
     for alarm in alarms:
         record = {"effective": list(alarm.passes.effective), "sha256": alarm.passes.sha256}
-        records.setdefault(alarm.passes.backend, {})[alarm.passes.version] = record
+        releases = records.setdefault(alarm.passes.backend, {})
+        before = releases.get(alarm.passes.version, {}).get("held", []) if alarm.state == "known" else []
+        releases[alarm.passes.version] = {**record, "held": sorted({*before, alarm.asked})}
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial:
         partial.write_text(to_json(records), encoding="utf-8")

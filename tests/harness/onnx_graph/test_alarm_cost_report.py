@@ -49,6 +49,24 @@ def test_a_release_that_nobody_has_seen_is_tried_and_can_be_accepted(tmp_path: P
     assert [one["state"] for one in json.loads(capsys.readouterr().out)] == ["known"]
 
 
+def test_a_list_on_record_is_tried_for_what_it_was_not_accepted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "passes.json"
+    command = ["onnx", "passes", "--backend", "onnxsim", "--golden", str(record)]
+    assert main([*command, "--accept"]) == 0
+    written = record.read_bytes()
+    for other in (["--skip", "fuse_qkv"], ["--skip", "fuse_qkv", "--accept"]):
+        capsys.readouterr()
+        assert main([*command, *other]) == 1 and record.read_bytes() == written
+        assert "known, and not yet tried for SeparateQKV under fuse_qkv" in (text := capsys.readouterr().out) and "BROKEN" in text
+    assert main([*command, "--contract", "same-block-count"]) == 0 and record.read_bytes() == written
+    assert "not yet tried for SameBlockCount" in capsys.readouterr().out
+    assert main([*command, "--contract", "same-block-count", "--accept"]) == 0
+    assert len(json.loads(record.read_text())["onnxsim"].popitem()[1]["held"]) == 2
+    capsys.readouterr()
+    for contract in ("same-block-count", "separate-qkv"):
+        assert main([*command, "--contract", contract]) == 0 and "tried" not in capsys.readouterr().out
+
+
 def test_skips_that_no_longer_hold_break_and_are_not_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "passes.json"
     assert main(["onnx", "passes", "--backend", "onnxsim", "--golden", str(record), "--skip", "fuse_qkv", "--accept"]) == 1
@@ -70,7 +88,8 @@ def test_what_is_new_gone_or_reordered_is_named(monkeypatch: pytest.MonkeyPatch)
     assert pass_list_check.check_passes(changed, "onnxsim", SeparateQKV(), SKIPS).state == "changed"
     monkeypatch.setattr(pass_list_check, "effective_passes", lambda backend: PassList("onnxsim", "9.9", now.effective, ()))
     known = {"onnxsim": {"9.9": {"effective": list(now.effective), "sha256": now.sha256}}}
-    assert pass_list_check.check_passes(known, "onnxsim", SeparateQKV(), SKIPS).state == "known"
+    alarm = pass_list_check.check_passes(known, "onnxsim", SeparateQKV(), SKIPS)
+    assert alarm.state == "known" and not alarm.breaks and not alarm.reordered and alarm.trials  # nobody has written what it holds
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"onnxsim": {"1": {"effective": 3}}}'])

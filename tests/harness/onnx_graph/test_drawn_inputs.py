@@ -211,16 +211,22 @@ COMPUTED = {
     "of the second half": "b = Sub(ids, half) m = Max(b, zero) g = Gather(table, m)",
     "of places": "s = Shape<start = 1, end = 2>(ids) q = Squeeze(s) r = Range(zero, q, one) n = Div(r, seven) g = Gather(table, n)",
     "from the end": "n = Neg(ids) g = Gather(table, n)",
+    "of the first of two": "d = Div(ids, seven) h = Unsqueeze(d, last) z = Mod(h, two) n = Concat<axis = -1>(h, z) g = GatherND(square, n)",
+    "cut to a length": "s = Shape<start = 1, end = 2>(ids) h = Div(s, seven) g = Slice(table, flat, h, flat)",
     "of a router": "h = Unsqueeze(ids, last) l = Mul(h, few) n = ArgMax<axis = -1, keepdims = 0>(l) g = Gather(table, n)",
     "in a branch": "n = Div(ids, seven) g = If(yes) <then_branch=a() => (h) {h = Gather(table, n)}, else_branch=b() => (k) {k = Neg(w)}>",
 }
 NUMBERS = {
     "seven": np.array(7),
+    "two": np.array(2),
     "half": np.array(12),
     "zero": np.array(0),
     "one": np.array(1),
     "last": np.array([-1]),
     "yes": np.array(True),
+    "flat": np.array([0]),
+    "few": np.array([1, -1, 0]),
+    "w": np.float32(2),
 }
 
 
@@ -228,19 +234,25 @@ NUMBERS = {
 def test_rows_that_computed_ids_named_are_counted(way: str) -> None:
     """Each row is damaged in turn: those that are told are those that the note counts."""
     text, rows = COMPUTED[way], 24
-    held = {**NUMBERS, "few": np.array([1, -1, 0]), "w": np.float32(2)}
 
     def graph(damaged: int | None = None) -> onnx.ModelProto:
         made, table = parser.parse_graph(f"g (int64[batch, seq] ids) => (float[m, n] y) {{ {text} y = Neg(g) }}"), np.arange(rows) + 1.0
         table[slice(0, 0) if damaged is None else damaged] += 50
-        arrays = {name: one for name, one in held.items() if name in text.replace(",", " ").replace(")", " ").replace("(", " ").split()}
-        made.initializer.extend(numpy_helper.from_array(one, name) for name, one in (arrays | {"table": table.astype(np.float32)}).items())
+        tables = {"table": table.astype(np.float32), "square": np.stack([table, table - 0.5], 1).astype(np.float32)}
+        arrays = {
+            name: one
+            for name, one in (NUMBERS | tables).items()
+            if name in text.replace(",", " ").replace(")", " ").replace("(", " ").split()
+        }
+        made.initializer.extend(numpy_helper.from_array(one, name) for name, one in arrays.items())
         made.output[0].type.tensor_type.ClearField("shape")
         return helper.make_model(made, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
     told = sum(not NumericEqual().check(graph(), graph(row)).holds for row in range(rows))
     notes = [one for one in NumericEqual().check(graph(), graph()).notes if "rows of" in one]
-    assert 0 < told < rows and [note.endswith(f": {told} of {rows} rows of table") for note in notes] == [True]
+    assert 0 < told < rows and [
+        note.endswith(f": {told} of {rows} rows of {'square' if 'square' in text else 'table'}") for note in notes
+    ] == [True]
 
 
 IDS = {
