@@ -58,11 +58,11 @@ class Predicate(BaseModel):
     model_config = _FROZEN
     result: Literal["PASSED", "WARNED", "FAILED"]
     configuration: tuple[Resource, ...]
-    passed: Annotated[tuple[_Name, ...], Field(alias="passedTests")] = ()
-    warned: Annotated[tuple[_Name, ...], Field(alias="warnedTests")] = ()
-    failed: Annotated[tuple[_Name, ...], Field(alias="failedTests")] = ()
+    passed: Annotated[tuple[_Name, ...], Field(alias="passedTests")]
+    warned: Annotated[tuple[_Name, ...], Field(alias="warnedTests")]
+    failed: Annotated[tuple[_Name, ...], Field(alias="failedTests")]
     verdict: Verdict
-    waivers: dict[str, Waiver] = Field(default_factory=dict)
+    waivers: dict[str, Waiver]
     versions: Annotated[dict[_Name, _Name], Field(min_length=1)]
 
     @field_validator("configuration")

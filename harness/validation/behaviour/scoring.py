@@ -95,7 +95,7 @@ class Scores:
 
     Attributes:
         tokens: both models at every scored token.
-        sequence: the sequence of each token, int64 [N], counted from 0 without gaps.
+        sequence: the sequence of each token, int64 [N], counted from 0 without gaps; sequences of the same tokens have one number.
         decoy: the base against the shifted predictions, at the first tokens.
     """
 
@@ -105,8 +105,8 @@ class Scores:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences with at least one scored token."""
-        return int(self.sequence[-1]) + 1
+        """Number of sequences with at least one scored token; copies of one say no more than it does."""
+        return int(self.sequence.max()) + 1
 
 
 def score_models(
@@ -148,7 +148,7 @@ def score_models(
                 decoys[number] = _score_decoy(base_BTV, compressed_BTV, batch.input_ids, scored)
             task.advance(1)
     tokens, decoy = _of_all(pieces, ranks), _of_all(decoys, ranks)
-    return Scores(TokenScores.concatenate(tokens), _sequences(positions), TokenScores.concatenate(decoy or [_no_tokens()]))
+    return Scores(TokenScores.concatenate(tokens), _sequences(positions, batches), TokenScores.concatenate(decoy or [_no_tokens()]))
 
 
 def sees_ahead(model: LogitsFn, batches: Sequence[TokenBatch]) -> bool:
@@ -179,14 +179,15 @@ def _first_decoys(positions: Mapping[int, torch.Tensor]) -> set[int]:
     return {number for (number, count), sum_ in zip(counts.items(), before, strict=False) if count and sum_ < _DECOY_TOKENS}
 
 
-def _sequences(positions: Mapping[int, torch.Tensor]) -> np.ndarray:
-    """The sequence of each scored token, counted without gaps."""
-    found, first = [], 0
-    for scored in positions.values():
-        present, numbers = np.unique(torch.nonzero(scored)[:, 0].cpu().numpy(), return_inverse=True)
-        found.append(numbers + first)
-        first += len(present)
-    return np.concatenate(found)
+def _sequences(positions: Mapping[int, torch.Tensor], batches: Sequence[TokenBatch]) -> np.ndarray:
+    """The sequence of each scored token, counted without gaps by the tokens that are read."""
+    numbers, found = dict[bytes, int](), list[int]()
+    for number, scored in positions.items():
+        batch = batches[number]
+        for ids, real, count in zip(batch.input_ids.cpu(), batch.real.cpu(), scored.sum(1).tolist(), strict=True):
+            if count:
+                found += [numbers.setdefault(ids[real].numpy().tobytes(), len(numbers))] * count
+    return np.array(found)
 
 
 def _of_all(pieces: Mapping[int, TokenScores], ranks: Ranks) -> list[TokenScores]:

@@ -173,12 +173,29 @@ def test_the_decoy_is_the_prediction_of_one_token_before():
     np.testing.assert_allclose(scores.decoy.nll_compressed, expected.nll_compressed)
 
 
+def test_copies_of_a_sequence_count_once_wherever_they_are():
+    """Thirty-two copies of one are no sample: their interval had no width, and the limit that it broke was kept."""
+    ids = sample(num_sequences=1).repeat(32, 1)
+    padded, mask = torch.nn.functional.pad(ids, (3, 0)), torch.arange(ids.shape[1] + 3).expand(32, -1) >= 3
+    scores = score_models(table_model(), table_model(0.1), [TokenBatch(ids[:7]), TokenBatch(padded, mask), TokenBatch(ids[7:])])
+    assert scores.num_sequences == 1 and len(scores.tokens) == 64 * (ids.shape[1] - 1)
+    records, quality = check_quality(scores, Policy(), 0)
+    assert quality is None and "1 sequences that differ are too few for an interval; give at least 20" in records[1].summary
+
+
+def test_a_copy_moves_the_mean_and_narrows_no_interval():
+    ids = sample(num_sequences=40)
+    plain, twice = (measure_quality(score(table_model(0.1), one), Policy(), 0) for one in (ids, ids.repeat(2, 1)))
+    assert (twice.num_sequences, twice.num_tokens) == (plain.num_sequences, 2 * plain.num_tokens) == (40, 2 * plain.num_tokens)
+    np.testing.assert_allclose([twice.kl.low, twice.kl.high], [plain.kl.low, plain.kl.high])
+
+
 def test_sequences_are_counted_over_batches_and_empty_ones_left_out():
-    ids = torch.ones(4, 3, dtype=torch.long)
+    ids = torch.arange(12).reshape(4, 3) % VOCAB
     mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [False, False, False]])
-    scores = score_models(table_model(), table_model(), [TokenBatch(ids, mask), TokenBatch(ids)])
-    assert scores.sequence.tolist() == [0, 0, 1, 2, 2, 3, 3, 4, 4, 5, 5]
-    assert scores.num_sequences == 6
+    scores = score_models(table_model(), table_model(), [TokenBatch(ids, mask), TokenBatch(ids.flip(0))])
+    assert scores.sequence.tolist() == [0, 0, 1, 2, 2, 3, 3, 4, 4, 0, 0]
+    assert scores.num_sequences == 5
 
 
 def test_single_tokens_are_no_data():
