@@ -128,7 +128,7 @@ def check_quality(scores: Scores, policy: Policy, seed: int, unread: Collection[
     if finite.outcome is Outcome.FAIL:
         return [finite, *(claim.skipped("predictions are not finite") for claim in claims)], None
     if scores.num_sequences < policy.min_sequences:
-        reason = f"{scores.num_sequences} sequences that differ are too few for an interval; give at least {policy.min_sequences}"
+        reason = f"too few sequences that differ for an interval: {scores.num_sequences}; give at least {policy.min_sequences}"
         return [finite, *(claim.record(Outcome.INCONCLUSIVE, reason) for claim in claims)], None
     quality = measure_quality(scores, policy, seed)
     records = [

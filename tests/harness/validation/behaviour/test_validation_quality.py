@@ -180,7 +180,7 @@ def test_copies_of_a_sequence_count_once_wherever_they_are():
     scores = score_models(table_model(), table_model(0.1), [TokenBatch(ids[:7]), TokenBatch(padded, mask), TokenBatch(ids[7:])])
     assert scores.num_sequences == 1 and len(scores.tokens) == 64 * (ids.shape[1] - 1)
     records, quality = check_quality(scores, Policy(), 0)
-    assert quality is None and "1 sequences that differ are too few for an interval; give at least 20" in records[1].summary
+    assert quality is None and "too few sequences that differ for an interval: 1; give at least 20" in records[1].summary
 
 
 def test_a_copy_moves_the_mean_and_narrows_no_interval():
