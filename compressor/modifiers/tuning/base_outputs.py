@@ -24,6 +24,7 @@ from compressor.data.collate import call_model, leading_tensor
 from compressor.errors import CalibrationError, NumericsError
 from compressor.modifiers.tuning.gradients import send_back
 from compressor.modifiers.tuning.sequences import Axes, Piece, Split, cut, find_axes, joined, sequences_at_once
+from compressor.pages import raw_bytes
 from compressor.tracing.picking import check_model
 
 Kind = Literal["hidden", "logits", "states"]
@@ -125,15 +126,21 @@ class BaseOutputs:
             seed: of the drawing.
 
         Returns:
-            Numbers of sequences.
+            Numbers of sequences; a copy of one that judges is in neither list.
 
         Raises:
-            CalibrationError: there are not two.
+            CalibrationError: there are not two that differ.
         """
         if len(self.sequences) < 2:
             found = f"{self._num_batches} batches hold {len(self.sequences)} sequences that can be cut out and count a token"
             raise CalibrationError(f"{self.where}: {found}, and one is held out; give more batches, or masks that let more tokens count")
-        return Split.of(len(self.sequences), held_out_frac, seed)
+        split = Split.of(len(self.sequences), held_out_frac, seed)
+        judging = {_content(self.sequences[number]) for number in split.held_out}
+        trained = [number for number in split.trained if _content(self.sequences[number]) not in judging]
+        if not trained:
+            found = f"its {len(self.sequences)} sequences are copies of the {len(split.held_out)} that are held out"
+            raise CalibrationError(f"{self.where}: {found}, and nothing is left to train on; give data in which sequences differ")
+        return Split(trained, split.held_out)
 
     @property
     def measure(self) -> str:
@@ -270,6 +277,12 @@ def _ends_at(head: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _content(piece: Piece) -> tuple[object, ...]:
+    """What the model is given, for comparison."""
+    given = [one for one in piece.leaves[:-2] if isinstance(one, Tensor)]
+    return tuple((one.dtype, one.shape, raw_bytes(one.cpu()).numpy().tobytes()) for one in given)
 
 
 def _kept_of(piece: Piece) -> tuple[Tensor, Tensor | None]:

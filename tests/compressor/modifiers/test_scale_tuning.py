@@ -136,6 +136,15 @@ def test_a_step_has_at_most_the_sequences_there_are() -> None:
     assert "4 of 4 steps of 6 sequences" in note_of(results[1]) and note_of(results[0]) == note_of(results[1])
 
 
+def test_copies_of_what_judges_are_not_trained_on() -> None:
+    """Else a state that learnt the judges by heart would be the best one."""
+    note = note_of(oneshot(llama(), recipe=recipe(steps=4), dataset=TOKENS[:4].repeat(3, 1)))
+    found = re.search(r"on (\d+) that were trained on", note)
+    assert found is not None and 0 < int(found[1]) <= 12 - 3 - 2, note
+    with pytest.raises(CalibrationError, match="its 8 sequences are copies of the 2 that are held out, and nothing is left"):
+        oneshot(llama(), recipe=recipe(steps=4), dataset=TOKENS[:1].repeat(8, 1))
+
+
 @pytest.mark.parametrize("learned", [ScaleTuningModifier(steps=4), SpinQuantModifier(rotations=["R1"], learnable=True, steps=4)], ids=type)
 def test_sequences_that_count_no_token_judge_nothing(learned: Any) -> None:
     def rows(*counted: int) -> DataLoader[Any]:
