@@ -27,7 +27,7 @@ from compressor.pages import raw_bytes
 from compressor.random_state import ForeignRandom, RandomState, foreign_random
 from compressor.settings.kinds import MAPPING, PATH, object_of
 from compressor.settings.options import checked
-from compressor.training.guards.frozen_value import is_foreign
+from compressor.training.guards.frozen_value import exact_text, is_foreign
 from compressor.training.step.step import TrainStep
 from compressor.training.stored_values import Reader, Writer, books, generators, is_writable
 from compressor.training.trainer import Trainer
@@ -90,7 +90,10 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
     tensors |= {f"rng:{number}": state for number, state in enumerate(_torch_rng(step).values())}
     tensors |= writer.tensors
-    text = json.dumps(record)
+    try:
+        text = json.dumps(record)
+    except ValueError as error:
+        raise ResumeError(f"{path}: a number of the state cannot be written down ({error}); keep it in a tensor") from None
     with whole_file(path) as partial:
         try:
             save_file(tensors, partial, metadata={"training": f"{_digest(text, tensors)} {text}"})
@@ -274,7 +277,7 @@ def _told(module: nn.Module) -> str:
     if type(module).get_extra_state is not nn.Module.get_extra_state:
         return ""  # it gets its own back
     kept = {key: value for key, value in vars(module).items() if isinstance(value, _PLAIN) and key not in _OF_MODULES}
-    return ", ".join(f"{key}={value!r}" for key, value in kept.items())
+    return ", ".join(f"{key}={exact_text(value)}" for key, value in kept.items())
 
 
 def _module_tensors(model: nn.Module) -> dict[str, dict[str, Tensor]]:

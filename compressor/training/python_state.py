@@ -15,6 +15,7 @@ from torch.nn import UninitializedBuffer
 
 from compressor.random_state import RandomState, generator_state, set_generator_state
 from compressor.training.guards.containers import TABLES, all_modules, classes, containers, own_generators
+from compressor.training.guards.frozen_value import Plain
 from compressor.training.guards.host_reads import named_host_generators
 from compressor.training.guards.optimizer_state import optimizer_classes, optimizer_containers
 from compressor.training.guards.python_state import one_look, put, reached_classes, variables
@@ -62,14 +63,15 @@ def _contents(step: TrainStep) -> Iterator[Any]:
 
 
 def _copy(content: Any) -> Any:
-    return dict(content) if isinstance(content, dict) else set(content) if isinstance(content, set) else list(content)
+    held = Plain(content)
+    return dict(held.items()) if isinstance(content, dict) else set(held) if isinstance(content, set) else list(held)
 
 
 def _holds(content: Any, kept: Any) -> bool:
     """Say whether a container holds the very same objects in the same order."""
     if isinstance(content, set):
-        return len(content) == len(kept) and all(one in kept for one in content)
-    items = [part for item in content.items() for part in item] if isinstance(content, dict) else list(content)
+        return set(map(id, Plain(content))) == set(map(id, kept))  # what is asked whether it is equal may raise
+    items = [part for item in Plain(content).items() for part in item] if isinstance(content, dict) else list(Plain(content))
     others = [part for item in kept.items() for part in item] if isinstance(content, dict) else kept
     return len(items) == len(others) and all(one is other for one, other in zip(items, others, strict=True))
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from compressor.errors import ResumeError
 from compressor.random_state import generator_state, set_generator_state
 from compressor.training.guards.containers import named_generators
-from compressor.training.guards.frozen_value import is_foreign
+from compressor.training.guards.frozen_value import exact_text, is_foreign
 from compressor.training.guards.host_reads import named_host_generators
 from compressor.training.step.step import TrainStep
 
@@ -118,7 +118,7 @@ class Writer:
         if isinstance(value, _HOSTS):
             return {"is": "host generator", "type": kind, "of": self.write(generator_state(value), f"{where}:state")}
         if _LISTS.get(kind) is type(value):
-            items: Any = sorted(value, key=repr) if isinstance(value, set) else value
+            items: Any = sorted(value, key=exact_text) if isinstance(value, set) else value
             length = {"max": value.maxlen} if isinstance(value, deque) else {}
             return {"is": kind, "of": [self.write(item, f"{where}[{n}]", is_new=is_new) for n, item in enumerate(items)], **length}
         if isinstance(value, dict):  # of a subclass, such as a defaultdict, the content
@@ -304,7 +304,7 @@ def _state_of(value: object) -> dict[str, Any]:
 
 
 def _spelled(key: object, number: int) -> str:
-    return repr(key) if type(key) in _PLAIN else str(number)
+    return exact_text(key) if type(key) in _PLAIN else str(number)
 
 
 def _named(step: TrainStep) -> dict[int, str]:

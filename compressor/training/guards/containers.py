@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compressor.training.guards.frozen_value import CONTAINERS, MAX_ARRAY_BYTES, PLAIN, fact, is_foreign
+from compressor.training.guards.frozen_value import CONTAINERS, MAX_ARRAY_BYTES, PLAIN, Plain, fact, is_foreign, spelled
 from compressor.training.guards.python_state import once_a_look, one_look, other_modules, said_by_loss, variables
 from compressor.training.guards.reach import BOOKS, TORCH_S_OWN
 from compressor.training.step.step import TrainStep
@@ -49,15 +49,15 @@ class Container:
     content: Any
     keep: object = None
 
-    def values(self) -> Any:
-        """Return a live view of what it holds."""
-        return self.content.values() if isinstance(self.content, Mapping) else self.content
+    def members(self) -> list[object]:
+        """Return what it holds; of a mapping the values, and then the keys."""
+        held = Plain(self.content)
+        return [*held.values(), *held] if isinstance(self.content, Mapping) else list(held)
 
     def facts(self) -> tuple[object, ...]:
         """Return keys and values in their order, to be compared later."""
-        if len(self.content) > _MAX_ITEMS:
-            return (len(self.content),)
-        return tuple((fact(key), fact(value)) for key, value in _items(self.content))
+        held = Plain(self.content)
+        return tuple((fact(key), fact(value)) for key, value in held.items()) if len(held) <= _MAX_ITEMS else (len(held),)
 
 
 @once_a_look
@@ -183,7 +183,7 @@ def named_generators(step: TrainStep) -> dict[str, torch.Generator]:
         A name, the same in every program that makes the same step, to the generator; each once.
     """
     values = [(f"attribute '{key}' of {name}", value) for name, module in all_modules(step) for key, value in module.__dict__.items()]
-    values += [(f"{held.name}: {number}", value) for held in containers(step) for number, value in enumerate(held.values())]
+    values += [(f"{held.name}: {number}", value) for held in containers(step) for number, value in enumerate(held.members())]
     values += [(name, getter()) for name, getter in variables(step)]
     found = {id(value): (name, value) for name, value in reversed(values) if isinstance(value, torch.Generator)}
     return dict(reversed(found.values()))
@@ -231,11 +231,11 @@ def _values(step: TrainStep) -> Iterator[object]:
     """Give what modules, variables and containers hold, and what lies in tuples there."""
     waiting = [value for _, module in all_modules(step) for value in module.__dict__.values()]
     waiting += [getter() for _, getter in variables(step)]
-    waiting += [value for held in containers(step) for value in held.values()]
+    waiting += [value for held in containers(step) for value in held.members()]
     while waiting:
         value = waiting.pop()
         yield value
-        waiting += value[:_MAX_ITEMS] if isinstance(value, tuple) else ()
+        waiting += islice(Plain(value), _MAX_ITEMS) if isinstance(value, tuple) else ()
 
 
 def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
@@ -254,29 +254,37 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
 def _visit(value: object, name: str, depth: int, found: dict[int, Container]) -> None:
     is_loose = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)  # those are looked at by their names
     if is_loose and vars(value) and depth >= 0 and len(found) < _MAX_CONTAINERS:
-        _hold(Container(name, vars(value), value), "{}.{}", depth, found)
+        _hold(Container(name, vars(value), value), _attribute, depth, found)
     if type(value) in PLAIN or isinstance(value, _OPAQUE) or depth < 0 or len(found) >= _MAX_CONTAINERS:
         return
     if isinstance(value, tuple | frozenset):
-        for number, item in enumerate(islice(value, _MAX_ITEMS)):
+        for number, item in enumerate(islice(Plain(value), _MAX_ITEMS)):
             _visit(item, f"{name}[{number}]", depth - 1, found)
     if type(value).__module__.startswith(TORCH_S_OWN):
         return
     is_container = isinstance(value, CONTAINERS)
     if is_container:
-        _hold(Container(name, value), "{}[{!r}]", depth, found)
+        _hold(Container(name, value), _item, depth, found)
     attributes = getattr(value, "__dict__", None)  # a class of one's own derived from list or dict has some, too
     if isinstance(attributes, dict):
-        _hold(Container(f"{name}.__dict__" if is_container else name, attributes, value), "{}.{}", depth, found)
+        _hold(Container(f"{name}.__dict__" if is_container else name, attributes, value), _attribute, depth, found)
 
 
-def _hold(held: Container, spell: str, depth: int, found: dict[int, Container]) -> None:
+def _hold(held: Container, place: Callable[[object], str], depth: int, found: dict[int, Container]) -> None:
     if id(held.content) in found:
         return
     found[id(held.content)] = held
-    for key, item in _items(held.content) if len(held.content) <= _MAX_ITEMS else ():
-        _visit(item, spell.format(held.name, key if type(key) in PLAIN else type(key).__name__), depth - 1, found)
+    content = Plain(held.content)
+    for number, (key, item) in enumerate(list(content.items()) if len(content) <= _MAX_ITEMS else ()):
+        if type(item) not in PLAIN:
+            _visit(item, f"{held.name}{place(key)}", depth - 1, found)
+        if type(key) not in PLAIN:  # held as a member of a set is
+            _visit(key, f"{held.name}.keys()[{number}]", depth - 1, found)
 
 
-def _items(content: Any) -> list[tuple[object, object]]:
-    return list(content.items() if isinstance(content, Mapping) else enumerate(content))
+def _attribute(key: object) -> str:
+    return f".{key if isinstance(key, str) else type(key).__name__}"
+
+
+def _item(key: object) -> str:
+    return f"[{spelled(key) if type(key) in PLAIN else type(key).__name__}]"

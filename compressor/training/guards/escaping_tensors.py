@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from compressor.errors import EscapedTensorError, GuardDriftError
 from compressor.training.capture.operators import Record
 from compressor.training.capture.recorder import Recorder
-from compressor.training.guards.python_state import variables
+from compressor.training.guards.frozen_value import Plain
+from compressor.training.guards.python_state import one_look, variables
 from compressor.training.remedies import for_kept
 from compressor.training.step.batch import Batch
 from compressor.training.step.step import TrainStep
@@ -23,6 +24,7 @@ BatchPart = tuple[str, Any, dict[Any, Any]]
 Kept = Mapping[tuple[nn.Module, str], list[Tensor]]
 
 
+@one_look()
 def kept_tensors(step: TrainStep) -> Kept:
     """List the tensors that attributes of modules hold without having registered them.
 
@@ -140,7 +142,7 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield thing
         elif isinstance(thing, list | tuple | dict | deque) and id(thing) not in seen:
             seen.add(id(thing))
-            waiting += reversed(thing.values() if isinstance(thing, dict) else thing)
+            waiting += reversed(list(Plain(thing).values()))
 
 
 def _holder(recorder: Recorder, number: int) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import gc
 import operator
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -31,7 +31,7 @@ from compressor.training.guards.containers import (
     loose_tensors,
     watches_update,
 )
-from compressor.training.guards.frozen_value import MISSING, PLAIN, Same, fact, frozen
+from compressor.training.guards.frozen_value import MISSING, PLAIN, Plain, Same, fact, frozen, is_foreign
 from compressor.training.guards.python_state import GLOBAL_HOOKS, one_look, other_modules, variables
 from compressor.training.guards.reach import BOOKS, HOOKS
 from compressor.training.step.step import HasTensors, TrainStep
@@ -58,15 +58,23 @@ def host_facts(step: TrainStep) -> dict[str, object]:
     for name, buffer in step.model.named_buffers():
         facts[f"buffer {name}"] = {**_gradient_facts(buffer), "grad": Same(buffer.grad)}
     facts |= _optimizer_facts(step)
-    for name, getter in variables(step):
-        facts[name] = frozen(getter())
-    for held in containers(step):
-        facts[f"content of {held.name}"] = held.facts()
+    facts |= _told_apart((name, frozen(getter())) for name, getter in variables(step))
+    facts |= _told_apart((f"content of {held.name}", held.facts()) for held in containers(step))
     for name, module in other_modules(step).items():
         facts[name] = {**_module_facts(module), **{key: Same(value) for key, value in module.state_dict(keep_vars=True).items()}}
     for number, (cls, content) in enumerate(classes(step).items()):  # two classes may have one name
         facts[f"class {cls.__qualname__} ({number})"] = {key: frozen(value) for key, value in content.items() if not key.startswith("__")}
     return facts
+
+
+def _told_apart(facts: Iterable[tuple[str, object]]) -> dict[str, object]:
+    """Number those of one name: two functions may be called alike, and so may two keys of a dict."""
+    found: dict[str, object] = {}
+    seen: Counter[str] = Counter()
+    for name, value in facts:
+        seen[name] += 1
+        found[name if seen[name] == 1 else f"{name} ({seen[name]})"] = value
+    return found
 
 
 def _optimizer_facts(step: TrainStep) -> dict[str, object]:
@@ -197,11 +205,11 @@ class Identities:
         self._learning: list[Tensor] = [*self._parameters, *step.model.buffers()]  # a buffer may be asked for its gradient, too
         self._modifiers = [modifier for modifier in step.modifiers if isinstance(modifier, HasTensors)]
         held = [held.content for held in containers(step)]
-        self._keyed = [content for content in held if isinstance(content, Mapping)]  # the last value may have got another key
+        self._keyed = [_plain(content) for content in held if isinstance(content, Mapping)]  # the last value may have got another key
         self._getters = [getter for _, getter in variables(step, with_modules=True)]
         self._getters += [partial(getattr, content, "default_factory") for content in held if isinstance(content, defaultdict)]
         self._arrays = arrays(step)
-        tables = list(_tables(step))
+        tables = list(map(_plain, _tables(step)))
         self._owners = [module for _, module in all_modules(step)]
         self._modules = [module.__dict__ for module in self._owners]
         self._attributes = [partial(_own_attributes(table), table) for table in self._modules]
@@ -225,11 +233,11 @@ class Identities:
         Returns:
             True when nothing at all was exchanged.
         """
-        if any(self._empty) or self._by_value() != self._values:
-            return False
         try:
+            if any(self._empty) or self._by_value() != self._values:
+                return False
             return _identical(self._by_identity(), self._objects)
-        except KeyError:  # an attribute is gone
+        except Exception:  # noqa: BLE001 - an attribute is gone, or an object raises what it likes, of which the whole look tells
             return False
 
     def _by_identity(self) -> list[object]:
@@ -291,8 +299,12 @@ def _own_attributes(table: dict[str, Any]) -> operator.itemgetter[Any]:
     return operator.itemgetter("_parameters", "_modules", *(key for key in table if key == "training" or key not in BOOKS))
 
 
+def _plain(table: Any) -> Any:
+    return table if is_foreign(type(table).__module__) else Plain(table)
+
+
 def _values(table: Any) -> Any:
-    return table.values() if isinstance(table, Mapping) else table
+    return table.values() if isinstance(table, Mapping | Plain) else table
 
 
 def _identical(some: list[object], others: list[object]) -> bool:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from compressor.errors import GuardDriftError, HostReadError, ReplayError, UntrackedRandomnessError
 from compressor.random_state import foreign_random, generator_state, same_state
 from compressor.training.guards.containers import all_modules, containers
+from compressor.training.guards.frozen_value import Plain, spelled
 from compressor.training.guards.python_state import one_look, variables
 from compressor.training.step.step import TrainStep
 
@@ -69,8 +70,9 @@ def watching_host(step: TrainStep) -> Iterator[None]:
         UntrackedRandomnessError: a generator of Python or numpy was moved; those of the two modules are set back.
     """
     before = foreign_random()
-    own = {name: (generator, generator_state(generator)) for name, generator in _generators(step)}
-    streams = [(name, stream, stream.tell()) for name, stream in _open_streams(step)]
+    with one_look():
+        own = {name: (generator, generator_state(generator)) for name, generator in _generators(step)}
+        streams = [(name, stream, stream.tell()) for name, stream in _open_streams(step)]
     try:
         with _Reads(put_off=bool(step.ranks.groups)) as reads:
             yield
@@ -94,6 +96,7 @@ def watching_host(step: TrainStep) -> Iterator[None]:
         )
 
 
+@one_look()
 def refuse_iterators(step: TrainStep) -> None:
     """Refuse iterators and their like: one that the step names moves on when it runs, and where it stands cannot be seen.
 
@@ -152,8 +155,10 @@ def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
     for held in containers(step):
         if isinstance(held.keep, _GENERATORS):
             yield held.name, held.keep
-        items = held.content.items() if isinstance(held.content, dict) else enumerate(held.content)
-        yield from ((f"{held.name}: {key!r}", value) for key, value in items if isinstance(value, _GENERATORS))
+        items = Plain(held.content).items()
+        yield from ((f"{held.name}: {spelled(key)}", value) for key, value in items if isinstance(value, _GENERATORS))
+        keys = enumerate(Plain(held.content)) if isinstance(held.content, dict) else ()
+        yield from ((f"{held.name}: key {number}", key) for number, key in keys if isinstance(key, _GENERATORS))
     yield from ((name, getter()) for name, getter in variables(step) if isinstance(getter(), _GENERATORS))
     for name, module in all_modules(step):
         for key, value in module.__dict__.items():

@@ -15,6 +15,7 @@ from compressor.errors import GuardDriftError
 from compressor.training.guards.containers import Container, containers_of
 from compressor.training.guards.frozen_value import frozen, is_foreign
 from compressor.training.guards.host_facts import difference
+from compressor.training.guards.python_state import one_look
 from compressor.training.step.step import TrainStep
 
 
@@ -54,6 +55,7 @@ def optimizer_classes(step: TrainStep) -> dict[type, Mapping[str, Any]]:
     return {cls: vars(cls) for one in optimizers for cls in type(one).__mro__ if not is_foreign(cls.__module__)}
 
 
+@one_look()
 def optimizer_facts(step: TrainStep) -> dict[str, object]:
     """Collect what an optimizer holds in Python.
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial, wraps
+from pathlib import Path
+from traceback import walk_tb
 from types import CellType, FunctionType
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from compressor.errors import GuardDriftError, ReplayError
 from compressor.training.guards.frozen_value import MISSING, is_foreign
 from compressor.training.guards.reach import Getter, Walk, runs
 from compressor.training.guards.said_names import behind, home
@@ -41,15 +44,34 @@ def one_look() -> Iterator[None]:
 
     Yields:
         None: within a look that has begun already, that one goes on.
+
+    Raises:
+        GuardDriftError: an object that is looked at raises.
     """
-    if _seen_in_look.get() is not None:
-        yield
-        return
-    token = _seen_in_look.set({})
+    token = _seen_in_look.set({}) if _seen_in_look.get() is None else None
     try:
         yield
+    except Exception as error:  # the user's own code raises what it likes
+        raised = _raised_by_object(error)
+        if raised is None:
+            raise
+        raise GuardDriftError(raised) from error
     finally:
-        _seen_in_look.reset(token)
+        if token is not None:
+            _seen_in_look.reset(token)
+
+
+def _raised_by_object(error: Exception) -> str | None:
+    """Say which code of the user's raised; None where it was none, so that a bug of ours is not taken for one of theirs."""
+    frames = [one for one in walk_tb(error.__traceback__) if not is_foreign(one[0].f_globals.get("__name__"))]
+    if isinstance(error, ReplayError) or not (frames or isinstance(error, ReferenceError)):
+        return None
+    code, line = (frames[-1][0].f_code, frames[-1][1]) if frames else (None, 0)
+    where = "weakref.proxy" if code is None else f"{code.co_name} at {Path(code.co_filename).name}:{line}"
+    return (
+        f"{where}: it raises {type(error).__name__} ({error}) when the guards look at an object that the step reaches; "
+        "let the object give its class, its attributes and its items, or let the step not reach it"
+    )
 
 
 def once_a_look(find: Callable[[TrainStep], T]) -> Callable[[TrainStep], T]:
@@ -66,7 +88,8 @@ def once_a_look(find: Callable[[TrainStep], T]) -> Callable[[TrainStep], T]:
     def found(step: TrainStep) -> T:
         seen = _seen_in_look.get()
         if seen is None:
-            return find(step)
+            with one_look():
+                return find(step)
         if (find, step) not in seen:
             seen[find, step] = find(step)
         return seen[find, step]

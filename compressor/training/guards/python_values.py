@@ -76,14 +76,24 @@ class PythonValues:
 
 def _number(value: object) -> object:
     """Return what of a value can be a count: a whole number, one in digits, or a few of them; None for anything else."""
-    if isinstance(value, tuple | list):
-        numbers = () if len(value) > _MAX_ITEMS else tuple(None if isinstance(item, tuple | list) else _number(item) for item in value)
-        return numbers if numbers and None not in numbers else None
-    if isinstance(value, str | bytes):
-        return value if value.strip().isdigit() else None
-    if isinstance(value, float | np.floating):
-        value = int(value) if np.isfinite(value) and value == int(value) else None
-    return int(value) if isinstance(value, int | np.integer) and abs(int(value)) < _MAX_NUMBER else None
+    kind = type(value)  # of a class of one's own the methods are not asked: they raise, and count, what they like
+    for base in (tuple, list):
+        if issubclass(kind, base):
+            items = base.__getitem__(value, slice(_MAX_ITEMS + 1))  # type: ignore[call-overload]
+            numbers = tuple(None if issubclass(type(item), tuple | list) else _number(item) for item in items)
+            return numbers if 0 < len(numbers) <= _MAX_ITEMS and None not in numbers else None
+    for text in (str, bytes):
+        if issubclass(kind, text):
+            digits = text.strip(value)  # type: ignore[arg-type]
+            return digits if digits.isdigit() else None
+    number: Any = float.__float__(value) if issubclass(kind, float) else value  # type: ignore[arg-type]
+    if issubclass(kind, float | np.floating):
+        number = int(number) if np.isfinite(number) and number == int(number) else None
+    elif issubclass(kind, int | np.integer):
+        number = int.__index__(number) if issubclass(kind, int) else int(number)
+    else:
+        return None
+    return number if number is not None and abs(number) < _MAX_NUMBER else None
 
 
 def _moved(code: CodeType, name: str, before: object, after: object) -> str:

@@ -6,17 +6,26 @@ attributes that any function on the way names; modules into all that they hold. 
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import logging
 import os
 import sys
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -25,7 +34,7 @@ from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.optim import Optimizer
 
-from compressor.training.guards.frozen_value import MISSING, PLAIN, is_foreign
+from compressor.training.guards.frozen_value import MISSING, PLAIN, Plain, is_foreign, spelled
 from compressor.training.guards.said_names import ATTRIBUTES, GLOBALS, content_of, home, methods, said_by, said_within, within
 
 Getter = Callable[[], object]
@@ -46,7 +55,7 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, dict, MappingProxyType)
 TORCH_S_OWN = "torch._"
 _OPAQUE = (Tensor, torch.Generator, Optimizer, logging.Logger, torch.dtype, torch.device)
 # What a class shows as it holds it; anything else may give another object whenever it is asked.
-_STEADY = (FunctionType, property)
+_STEADY = (FunctionType, property, MemberDescriptorType, type(vars(namedtuple("_Named", "field"))["field"]))
 
 
 @dataclass
@@ -194,6 +203,13 @@ class Walk:
         space = function.__globals__
         for variable in sorted(said_by(function.__code__, GLOBALS) & space.keys()):
             yield from self._found(f"global '{variable}' that {name} reads", partial(space.get, variable, MISSING), said)
+        built_in = (said_by(function.__code__, GLOBALS) & vars(builtins).keys()) - space.keys()
+        for variable in sorted(built_in):  # a global of that name would stand before it
+            mark = hash((id(space), variable))
+            if mark not in self._seen:
+                self._seen.add(mark)
+                yield f"global '{variable}' that {name} reads", partial(space.get, variable, MISSING)
+        yield from self._of_library(builtins, built_in)
         for imported in sorted(said_by(function.__code__, ("IMPORT_NAME",))):
             for module in _imported(imported, space):
                 yield from self._found(f"module {module.__name__} that {name} imports", partial(_itself, module), said)
@@ -227,6 +243,7 @@ class Walk:
         is_torchs = kind.__module__.startswith(TORCH_S_OWN) and not isinstance(value, type)
         if kind in PLAIN or isinstance(value, _OPAQUE) or is_torchs or depth < 0:
             return
+        self._of_class(kind)  # of a class that is its metaclass
         if isinstance(value, FunctionType | MethodType | partial):
             own = str(getattr(value, "__qualname__", name))
             self._waiting.append((value, own if depth == _DEPTH else f"{own} (in {name})"))  # whether it is called nobody knows
@@ -237,23 +254,31 @@ class Walk:
             self._named.add(value)
         elif id(value) not in self._seen:
             self._seen.add(id(value))
-            if isinstance(value, _CONTAINERS):
-                items = value.items() if isinstance(value, Mapping) else enumerate(value)
-                for key, item in items if len(value) <= _MAX_ITEMS else ():
-                    yield from self._within(item, f"{_spelled(key)} of {name}", depth - 1)
-            elif len(self._held) < _MAX_OBJECTS:
+            is_container = isinstance(value, _CONTAINERS)
+            if is_container:
+                yield from self._of_items(Plain(value), name, depth)
+            if len(self._held) < _MAX_OBJECTS and not (is_container and is_foreign(kind.__module__)):
                 self._held.append(_Held(value, name, depth))
                 yield from self._of_own(value, name, depth)
 
+    def _of_items(self, held: Plain, name: str, depth: int) -> Found:
+        """What a container holds: items, and keys, which are held as members of a set are."""
+        for number, (key, item) in enumerate(held.items() if len(held) <= _MAX_ITEMS else ()):
+            yield from () if type(key) in PLAIN else self._within(key, f"key {number} of {name}", depth - 1)
+            yield from self._within(item, f"{_spelled(key)} of {name}", depth - 1)
+
+    def _of_class(self, kind: type) -> None:
+        if not is_foreign(kind.__module__):
+            self.classes.setdefault(kind, set())
+
     def _of_tensor_class(self, kind: type) -> None:
         """The class of a tensor that is no plain one computes for every operator what it likes."""
-        if issubclass(kind, Tensor) and not is_foreign(kind.__module__):
-            self.classes.setdefault(kind, set())
+        if issubclass(kind, Tensor):
+            self._of_class(kind)
 
     def _of_own(self, value: object, name: str, depth: int) -> Found:
         """The class and the slots of an object that is no library's."""
         if not isinstance(value, ModuleType) and not is_foreign(type(value).__module__):
-            self.classes.setdefault(type(value), set())
             yield f"class of {name}", partial(getattr, value, "__class__")
             for slot in _slots(type(value)):
                 getter = partial(getattr, value, slot, None)
@@ -296,8 +321,8 @@ class Walk:
         """Methods that Python calls by itself, as operators do."""
         own = [vars(base) for base in cls.__mro__ if not is_foreign(base.__module__)]
         aside = _ASIDE - _OF_MAKING if cls in self._named else _ASIDE
-        kinds = (FunctionType, classmethod, staticmethod)
-        return {key for space in own for key, value in space.items() if key.startswith("__") and isinstance(value, kinds)} - aside
+        found = {key: value for space in own for key, value in space.items() if key.startswith("__")}
+        return {key for key, value in found.items() if callable(value) or isinstance(value, classmethod | property)} - aside
 
     def _of_member(self, cls: type, key: str) -> Found:
         member = inspect.getattr_static(cls, key, MISSING)
@@ -311,9 +336,11 @@ class Walk:
     def _of_space(self, module: ModuleType, said: Set[str]) -> Found:
         """What code names of a module of one's own."""
         space = vars(module)
-        for key in sorted(said & space.keys()):
+        self._of_class(type(module))
+        plain = {key for key in said if not (key.startswith("__") and key.endswith("__"))}
+        for key in sorted((plain | {"__getattr__"}) & space.keys()):
             mark = hash((id(space[key]), id(module), key))
-            if mark not in self._seen and not (key.startswith("__") and key.endswith("__")):
+            if mark not in self._seen:
                 self._seen.add(mark)
                 yield from self._found(f"'{key}' of module {module.__name__}", partial(space.get, key, MISSING), said)
 
@@ -372,7 +399,7 @@ def _slots(cls: type) -> list[str]:
 
 
 def _spelled(key: object) -> str:
-    return f"[{key!r}]" if type(key) in PLAIN else f"[{type(key).__name__}]"
+    return f"[{spelled(key)}]" if type(key) in PLAIN else f"[{type(key).__name__}]"
 
 
 def _current(variable: ContextVar[object]) -> object:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from compressor.errors import BindError
+from compressor.training.guards.frozen_value import is_long
 
 Batch = Any  # a dict, list or tuple, nested as deep as one likes; its leaves are tensors or Python constants
 _CONTAINERS = (dict, list, tuple)
@@ -135,7 +136,7 @@ def _twin(first: dict[int, str], path: str, leaf: Tensor) -> str | None:
 def _constant(value: Any) -> tuple[Hashable, ...]:
     """Return a constant as a key: -0.0 is not 0.0, and each NaN is equal to the next."""
     if not isinstance(value, float):
-        return (value,)
+        return (hex(value) if is_long(value) else value,)
     return ("nan" if math.isnan(value) else value, math.copysign(1.0, value))
 
 

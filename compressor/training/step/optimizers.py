@@ -14,6 +14,7 @@ from compressor.errors import UserInputError
 from compressor.model.folder import one_line
 from compressor.settings.kinds import FLAG, NUMBER, TENSOR, WHOLE, Kind
 from compressor.settings.options import check_kind, checked
+from compressor.training.guards.frozen_value import exact_text
 from compressor.training.step.step import TrainStep
 
 Parameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -198,7 +199,7 @@ class RateSchedule:
             *getattr(function, "__dict__", {}).items(),
         ]
         name = getattr(function, "__name__", type(function).__name__)
-        return {"of": name, "peaks": self._peaks, "settings": [repr(one) for one in settings if isinstance(one, _SPELLED)]}
+        return {"of": name, "peaks": self._peaks, "settings": [exact_text(one) for one in settings if isinstance(one, _SPELLED)]}
 
     def factor(self, step: int) -> float:
         """Return the factor of a step."""

@@ -8,14 +8,17 @@ one, without an update, or with NaN losses only is inconclusive, never a pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from torch import nn
 
 from compressor.errors import ReplayError, UserInputError
 from compressor.json_text import to_json
+from compressor.settings.kinds import FUNCTION, TEXTS, WHOLE
+from compressor.settings.options import checked
 from compressor.training import TrainStep
 from harness.errors import ContractViolation
 from harness.replay.equivalence.first_difference import FirstDifference, explain, locate_refused
@@ -187,6 +190,7 @@ class Equivalence:
         return "\n".join([*lines, f"verdict: {self.verdict.value}"]) + "\n"
 
 
+@checked(before_step=FUNCTION, modes=TEXTS, **dict.fromkeys(("steps", "seed", "every"), WHOLE))
 def compare_modes(
     factory: Factory,
     batches: Batches,
@@ -202,9 +206,9 @@ def compare_modes(
     Args:
         factory: returns a fresh instance for each mode: a TrainStep, a Trainer (its settings are kept, its mode is set), a tuple
             (model, loss_fn, optimizer), or a Subject, which says besides what happens between steps.
-        batches: of the steps; or a function of the step's number.
+        batches: of the steps; or a function of the step's number. What an iterator or a loader gives is kept: every mode takes the same.
         modes: of eager, capture and replay; eager is what the others are held against and runs in any case.
-        steps: how many; by default one per batch. With more, batches come again from the first.
+        steps: how many; by default one per batch, if their number is known. With more, batches come again from the first.
         seed: every generator starts from it before each call of `factory`.
         every: state is compared after every so manieth step, and after the last.
         before_step: called before each step with its number and the trainer.
@@ -279,14 +283,30 @@ def _checked(
     unknown = [mode for mode in modes if mode not in MODES]
     if unknown or not set(modes) - {"eager"}:
         raise UserInputError(f"modes={tuple(modes)}: give capture, replay or both, which are held against eager")
-    if steps is None and callable(batches):
-        raise UserInputError("batches: a function has no length; give steps=..., for example 12")
-    if not callable(batches) and not len(batches):
+    if every < 1 or (steps is not None and steps < 1):
+        raise UserInputError(f"steps={steps}, every={every}: both must be at least 1")
+    kept = _kept(batches, steps)
+    if not callable(kept) and not len(kept):
         raise UserInputError("batches: there is none; give at least one, and two different ones to prove anything")
-    num_steps = steps if steps is not None else 0 if callable(batches) else len(batches)
-    if num_steps < 1 or every < 1:
-        raise UserInputError(f"steps={num_steps}, every={every}: both must be at least 1")
-    return Plot(factory, batches, num_steps, seed, before_step)
+    num_steps = steps if steps is not None else 0 if callable(kept) else len(kept)
+    return Plot(factory, kept, num_steps, seed, before_step)
+
+
+def _kept(batches: Batches, steps: int | None) -> Sequence[Any] | Callable[[int], Any]:
+    """Give batches that every mode can take anew: a function, a sequence, or a list of what anything else gives for so many steps."""
+    kind = type(batches).__name__
+    is_many = isinstance(batches, Iterable) or (hasattr(batches, "__len__") and hasattr(batches, "__getitem__"))
+    if not callable(batches) and (not is_many or isinstance(batches, str | bytes | Mapping) or getattr(batches, "ndim", 1) == 0):
+        raise UserInputError(f"batches: a {kind} was given, which is no row of batches; give a list of them, or a function of the number")
+    try:
+        has_length = len(batches) >= 0  # type: ignore[arg-type]
+    except TypeError:  # a function, an iterator, a loader over a stream
+        has_length = False
+    if steps is None and not has_length:
+        raise UserInputError(f"batches: a {kind} has no length; give steps=..., for example 12")
+    if callable(batches) or (has_length and hasattr(batches, "__getitem__")):
+        return batches  # type: ignore[return-value]
+    return list(islice(batches, steps))
 
 
 def _eager(plot: Plot, every: int) -> ModeRun:

@@ -6,7 +6,7 @@ import copy
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from compressor.training import Trainer, TrainStep
 from harness.replay.equivalence.training_state import TrainingState, state_of
 
 Between = Callable[[int, Trainer], None]
-Batches = Sequence[Any] | Callable[[int], Any]
+Batches = Iterable[Any] | Callable[[int], Any]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Plot:
     """
 
     factory: Factory
-    batches: Batches
+    batches: Sequence[Any] | Callable[[int], Any]
     num_steps: int
     seed: int = 0
     before_step: Between | None = None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from compressor.training import TrainStep
+from compressor.training.guards.frozen_value import exact_text
 from harness.tolerance.bits import dtype_name, to_bytes
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -143,12 +144,12 @@ def _host_values(step: TrainStep) -> Iterator[tuple[str, str]]:
     for name, module in step.model.named_modules():
         for key, value in module.__dict__.items():
             if type(value) in _PLAIN and not key.startswith("_torchdynamo"):  # torch.compile counts its wrappers
-                yield f"attribute:{name}.{key}".replace(":.", ":"), repr(value)
+                yield f"attribute:{name}.{key}".replace(":.", ":"), exact_text(value)
     for number, group in enumerate(step.optimizer.param_groups):
         yield from (
-            (f"group{number}.{key}", repr(value)) for key, value in group.items() if key != "params" and not isinstance(value, Tensor)
+            (f"group{number}.{key}", exact_text(value)) for key, value in group.items() if key != "params" and not isinstance(value, Tensor)
         )
     for number, state in enumerate(step.optimizer.state.values()):
-        yield from ((f"opt.{key}:{number}", repr(value)) for key, value in state.items() if type(value) in _PLAIN)
+        yield from ((f"opt.{key}:{number}", exact_text(value)) for key, value in state.items() if type(value) in _PLAIN)
     for number, modifier in enumerate(step.modifiers):
         yield f"modifier{number}.flags", repr(modifier.flags)

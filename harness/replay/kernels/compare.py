@@ -16,6 +16,8 @@ import torch
 from compressor.errors import UserInputError
 from compressor.progress import Progress, SilentProgress
 from compressor.random_state import foreign_random
+from compressor.settings.kinds import FUNCTION, WHOLE
+from compressor.settings.options import checked
 from compressor.training import Plan, Snapshot
 from compressor.training.capture.operators import Op
 from compressor.training.engines.tape import Tape
@@ -55,6 +57,7 @@ class Swap:
         return f"{spell_match(self.match)}={self.variant_name}"
 
 
+@checked(batch_at=FUNCTION, steps=WHOLE, rounds=WHOLE)
 def compare_kernel(
     plan: Plan,
     batch: Any,
@@ -93,6 +96,7 @@ def compare_kernel(
     return compare_kernels(plan, batch, [Swap(match, variant, name)], steps=steps, rounds=rounds, batch_at=batch_at, progress=progress)
 
 
+@checked(batch_at=FUNCTION, steps=WHOLE, rounds=WHOLE)
 def compare_kernels(
     plan: Plan,
     batch: Any,

@@ -10,6 +10,8 @@ from typing import Any, cast
 
 from compressor.errors import UserInputError
 from compressor.object_reference import resolve
+from compressor.settings.kinds import FUNCTION
+from compressor.settings.options import checked
 from compressor.training import Plan, TrainStep
 from compressor.training.engines.select import TapeEngine
 from compressor.training.replay.prove import prove
@@ -18,6 +20,7 @@ from harness.replay.kernels.compare import Swap
 _WARMUP = 2
 
 
+@checked(batch_at=FUNCTION)
 def plan_on_tape(step: TrainStep, batch_at: Callable[[int], Any]) -> Plan:
     """Warm a step up, capture it on a tape, on whatever device it runs, and prove the tape.
 
@@ -30,6 +33,7 @@ def plan_on_tape(step: TrainStep, batch_at: Callable[[int], Any]) -> Plan:
 
     Raises:
         ReplayError: the step cannot be captured.
+        UserInputError: `batch_at` is no function.
     """
     engine = TapeEngine()
     for number in range(_WARMUP):

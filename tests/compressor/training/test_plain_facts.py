@@ -5,10 +5,14 @@ from __future__ import annotations
 import array
 import collections
 import copy
+import dataclasses
 import datetime
 import enum
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.nn.functional import cross_entropy
 
-from compressor.errors import GuardDriftError, HostReadError
+from compressor.errors import GuardDriftError, HostReadError, PlanStormError
 from compressor.training import Trainer, TrainStep, adamw
 
 
@@ -262,3 +266,226 @@ def test_a_distribution_that_reads_whatever_is_set_is_sent_outside_of_the_step()
     with pytest.raises(HostReadError, match="run it outside of the step, and give what it gave with the batch") as caught:
         _replaying(_drawing(draw))
     assert "validate_args" not in str(caught.value)
+
+
+class _Key:
+    factor = 1.0
+
+
+class _SlotKey:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _FrozenKey:
+    factor: _Key
+
+
+def _first_key(held: Any) -> Any:
+    return next(iter(held))
+
+
+KEYS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "an object": (lambda: {_Key(): 0}, _first_key),
+    "an object with slots": (lambda: {_SlotKey(): 0}, _first_key),
+    "within a tuple": (lambda: {(1, _Key()): 0}, lambda held: _first_key(held)[1]),
+    "within a frozen dataclass": (lambda: {_FrozenKey(_Key()): 0}, lambda held: _first_key(held).factor),
+    "of a defaultdict": (lambda: collections.defaultdict(int, {_Key(): 0}), _first_key),
+    "of a dict in a list": (lambda: [{_Key(): 0}], lambda held: _first_key(held[0])),
+    "a tensor": (lambda: {_with_factor(torch.ones(1)): 0}, _first_key),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_of_a_key_as_much_is_seen_as_of_a_member_of_a_set(name: str) -> None:
+    make, key_of = KEYS[name]
+    held = make()
+    trainer = _replaying(lambda model, batch: _loss(model, batch) * float(getattr(key_of(held), "factor", 1.0)))
+    key_of(held).factor = 3.0
+    _assert_refused(trainer, "factor")
+
+
+def test_values_of_two_keys_that_are_spelled_alike_are_told_apart() -> None:
+    first = [1.0]
+    holder = SimpleNamespace(held={_Key(): first, _Key(): [1.0]})
+    trainer = _replaying(lambda model, batch: _loss(model, batch) * next(iter(holder.held.values()))[0])
+    first[0] = 2.0
+    _assert_refused(trainer, "content of")
+
+
+class _Text(str):
+    __slots__ = ()
+
+
+class _Set(set[int]):
+    pass
+
+
+class _Bound(functools.partial):  # type: ignore[type-arg]
+    pass
+
+
+class _Meta(type):
+    pass
+
+
+class _OfMeta(metaclass=_Meta):
+    pass
+
+
+def _two(*given: Any) -> Any:
+    return 2
+
+
+SPECIAL: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "a list": (_List([1]), "__getitem__", lambda held: held[0]),
+    "a list that is asked for its length": (_List([1]), "__len__", len),
+    "a list that is gone through": (_List([1]), "__iter__", lambda held: sum(held)),
+    "a dict": (_Dict(a=1), "__missing__", lambda held: held["b"]),
+    "a set": (_Set([1]), "__contains__", lambda held: 1 in held),
+    "a tuple": (_Tuple([1]), "__getitem__", lambda held: held[0]),
+    "a named tuple": (_One(1), "__getitem__", lambda held: held[0]),
+    "a text": (_Text("a"), "__len__", len),
+    "a number": (_Float(1.0), "__add__", lambda held: held + 1),
+    "a partial": (_Bound(max, 1, 0), "__call__", lambda held: held()),
+    "a class": (_OfMeta, "__getitem__", lambda held: held[0]),
+    "an object": (_Key(), "__bool__", bool),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("plain", [True, False], ids=["function", "callable"])
+def test_a_special_method_that_is_exchanged_is_refused(name: str, plain: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, method, read = SPECIAL[name]
+
+    def one(*given: Any) -> Any:
+        return iter([1]) if method == "__iter__" else 1 if method != "__bool__" else True
+
+    monkeypatch.setattr(type(held), method, one if plain else functools.partial(one), raising=False)
+    trainer = _replaying(lambda model, batch: _loss(model, batch) * read(held))
+    monkeypatch.setattr(type(held), method, _two)
+    _assert_refused(trainer, method)
+
+
+def test_a_class_that_takes_the_place_of_that_of_a_list_is_refused() -> None:
+    class Other(list[int]):
+        pass
+
+    held: Any = Other([1])
+    trainer = _replaying(lambda model, batch: _loss(model, batch) * held[0])
+    held.__class__ = _List
+    _assert_refused(trainer, "Other.* is now .*_List")
+
+
+def test_a_global_that_comes_to_shadow_a_builtin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = _replaying(lambda model, batch: _loss(model, batch) * abs(-1))
+    monkeypatch.setitem(globals(), "abs", _two)
+    _assert_refused(trainer, "global 'abs' that loss_fn reads")
+    monkeypatch.delitem(globals(), "abs")
+    monkeypatch.setattr("builtins.abs", _two)
+    _assert_refused(trainer, "'abs' of module builtins")
+
+
+_LONG = 1 << 20000
+LONG: dict[str, Any] = {
+    "itself": _LONG,
+    "in a list": [_LONG],
+    "a key": {_LONG: [1]},
+    "in a set": {_LONG},
+    "a range": range(_LONG),
+    "a slice": slice(_LONG),
+    "a fraction": [Fraction(_LONG, 3)],
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_number_too_long_to_be_written_out_is_as_good_as_any(name: str) -> None:
+    held = LONG[name]
+    trainer = _replaying(lambda model, batch: _loss(model, batch) + 0 * (_Member(0.5) is None), of_module=held)
+    trainer.step.model.of_module = copy.deepcopy(held)
+    trainer.train_step(_batch(4))
+    assert trainer.last_action == "replay"
+
+
+def test_a_long_number_that_changes_is_named_by_its_beginning() -> None:
+    held = [_LONG]
+    trainer = _replaying(lambda model, batch: _loss(model, batch) + 0 * (held[0] & 1))
+    held[0] += 1
+    with pytest.raises(GuardDriftError, match=r"0x1000.*characters") as caught:
+        trainer.train_step(_batch(4))
+    assert len(str(caught.value)) < 2000
+
+
+def test_a_batch_may_hold_a_long_number() -> None:
+    trainer = Trainer(TrainStep(model := nn.Linear(6, 2), _loss, adamw(model.parameters())), "replay", max_plans=1)
+    trainer.train_step({**_batch(0), "mask": _LONG})
+    with pytest.raises(PlanStormError, match="mask"):
+        trainer.train_step({**_batch(1), "mask": _LONG + 1})
+
+
+class _Raising:
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == object.__getattribute__(self, "__dict__").get("what"):
+            raise ArithmeticError(f"no {name}")
+        return object.__getattribute__(self, name)
+
+
+class _Shy:
+    """Raises where it is compared, spelled, or asked for what it lacks."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ArithmeticError("compared")
+
+    def __repr__(self) -> str:
+        raise ArithmeticError("spelled")
+
+    def __getattr__(self, name: str) -> Any:
+        raise ArithmeticError(f"no {name}")
+
+
+class _ShyNumber(int):
+    def __eq__(self, other: object) -> bool:
+        raise ArithmeticError("compared")
+
+    def __repr__(self) -> str:
+        raise ArithmeticError("spelled")
+
+    __hash__ = int.__hash__
+    __int__ = __index__ = __repr__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("what", ["__class__", "__dict__"])
+def test_an_object_that_raises_when_it_is_looked_at_is_refused_with_its_line(what: str) -> None:
+    held = _Raising(what)
+    with pytest.raises(GuardDriftError, match=rf"__getattribute__ at test_plain_facts\.py:\d+: it raises ArithmeticError \(no {what}\)"):
+        _replaying(lambda model, batch: _loss(model, batch) + 0 * (held is None))
+
+
+def test_an_object_that_begins_to_raise_is_refused_too() -> None:
+    held = _Raising("")
+    trainer = _replaying(lambda model, batch: _loss(model, batch) + 0 * (held is None))
+    object.__getattribute__(held, "__dict__")["what"] = "__class__"
+    _assert_refused(trainer, "it raises ArithmeticError")
+
+
+def test_a_weak_reference_whose_object_is_gone_is_refused() -> None:
+    held = weakref.proxy(_Key())
+    with pytest.raises(GuardDriftError, match=r"weakref\.proxy: it raises ReferenceError"):
+        _replaying(lambda model, batch: _loss(model, batch) + 0 * (held is None))
+
+
+@pytest.mark.parametrize("shy", [_Shy(), _ShyNumber(3)], ids=["object", "number"])
+def test_what_raises_where_no_guard_asks_is_taken(shy: Any) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        held = shy  # a local variable, whose numbers are taken down
+        return _loss(model, batch) + 0 * (held is None)
+
+    assert _replaying(loss_fn, of_module=[shy]).last_action == "replay"

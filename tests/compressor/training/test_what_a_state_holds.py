@@ -323,3 +323,22 @@ def test_the_gradient_of_a_buffer_is_alike_in_all_modes_and_stored(mlp_trainer, 
     assert all(torch.equal(ends["eager"], end) for end in ends.values())
     with pytest.raises(ResumeError, match="requires_grad of shift"):
         load_training(mlp_trainer(_Shifted(asked=False)), path)
+
+
+def test_a_number_too_long_to_be_written_out_is_refused_where_it_is_stored_and_told_apart_where_not(tmp_path: Any) -> None:
+    class Masked(nn.Linear):
+        def __init__(self, mask: int) -> None:
+            super().__init__(2, 2)
+            self.mask = mask
+
+    def trainer(model: nn.Module, kind: type[optim.Optimizer] = optim.SGD) -> Trainer:
+        return Trainer(TrainStep(model, lambda model, batch: model(batch["x"]).sum(), kind(model.parameters(), lr=0.1)))
+
+    path = save_training(trainer(Masked(1 << 20000)), tmp_path / "state")
+    load_training(trainer(Masked(1 << 20000)), path)
+    with pytest.raises(ResumeError, match="settings of the model"):
+        load_training(trainer(Masked((1 << 20000) + 1)), path)
+    holding = trainer(nn.Linear(2, 2), type("Holding", (optim.SGD,), {}))
+    vars(holding.step.optimizer)["mask"] = 1 << 20000
+    with pytest.raises(ResumeError, match="a number of the state cannot be written down"):
+        save_training(holding, tmp_path / "other")

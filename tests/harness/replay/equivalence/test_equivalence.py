@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset
 
 from compressor.errors import HostReadError, UserInputError
 from compressor.lifecycle import Session, State
@@ -54,6 +56,39 @@ def test_batches_may_be_a_list_that_comes_again_and_are_never_changed():
     found = assert_equivalent(_step, batches, ("replay",), steps=10)
     assert len(found.runs["replay"].actions) == 10 and "capture" not in found.runs
     assert all(torch.equal(batch["x"], old) for batch, old in zip(batches, kept, strict=True))
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        return (vectors(number) for number in itertools.count())
+
+
+LOADERS = {
+    "a generator": (lambda: (vectors(number) for number in range(7)), 7),
+    "without end": (lambda: (vectors(number) for number in itertools.count()), 7),
+    "shuffled": (lambda: DataLoader([vectors(number) for number in range(7)], batch_size=None, shuffle=True), None),
+    "a stream": (lambda: DataLoader(_Stream(), batch_size=None), 7),
+    "a dict's": (lambda: {number: vectors(number) for number in range(7)}.values(), None),
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_that_come_once_are_kept_for_every_mode(name):
+    make, steps = LOADERS[name]
+    found = assert_equivalent(_step, make(), steps=steps)
+    assert all(len(run.actions) == 7 for run in found.runs.values())
+    with pytest.raises(UserInputError, match=r"batches: a \w+ (was given, which is no row of batches|has no length; give steps)"):
+        compare_modes(_step, next(iter(make())) if steps is None else make())
+
+
+def test_a_number_too_long_to_be_written_out_is_part_of_the_state():
+    def with_mask(mask):
+        step = _step()
+        step.model.mask = mask
+        return step
+
+    assert_equivalent(lambda: with_mask(1 << 20000), vectors, steps=6)
+    assert differing_names(state_of(with_mask(1 << 20000)).host, state_of(with_mask((1 << 20000) + 1)).host) == ["attribute:mask"]
 
 
 def test_the_callers_random_numbers_and_settings_are_as_before():
@@ -275,6 +310,12 @@ def test_what_python_holds_is_state_too():
         ({"steps": 0}, "steps=0"),
         ({"every": 0}, "every=0"),
         ({"batches": []}, "there is none"),
+        ({"batches": iter([])}, "there is none"),
+        ({"batches": None}, "batches: a NoneType was given, which is no row of batches"),
+        ({"batches": "ab"}, "batches: a str was given"),
+        ({"batches": torch.ones(())}, "batches: a Tensor was given"),
+        ({"steps": 6.5}, "steps: 6.5 was given, where a whole number belongs"),
+        ({"before_step": 3}, "before_step: 3 was given, where a function belongs"),
         ({"batches": vectors, "steps": None}, "a function has no length"),
         ({"factory": _step()}, "factory: a TrainStep was given"),
         ({"factory": nn.Linear(2, 2)}, "factory: a Linear was given"),

@@ -227,6 +227,14 @@ def test_no_match_says_what_there_is(plans):
         compare(plans, "llama", "aten.view", silu)
 
 
+def test_batches_that_are_no_function_are_refused(plans):
+    batches = [CASES["mlp"].batch_at(number) for number in range(4)]
+    with pytest.raises(UserInputError, match=r"batch_at: .* was given, where a function belongs"):
+        compare(plans, "mlp", "aten.relu", torch.relu, batch_at=batches)
+    with pytest.raises(UserInputError, match=r"batch_at: .* was given, where a function belongs"):
+        plan_on_tape(CASES["mlp"].step(CPU), batches)
+
+
 def test_names_overloads_packets_and_predicates_find_the_same_ops(plans):
     ops = plans["llama"].captured.ops
     found = [
