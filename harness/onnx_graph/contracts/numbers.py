@@ -217,11 +217,10 @@ class NumericEqual(Contract):
 
     def _count_rows(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]], added: Collection[str]) -> None:
         """Note the rows of tables that no id named, in whatever drawing and size."""
-        counts = named_rows(pair.before, drawn, added)
-        left: dict[tuple[int, int], list[str]] = {}
-        for table, (used, rows) in counts.items():
-            left.setdefault((used, rows), []).append(table)
-        if short := [f"{used:,} of {rows:,} rows of {_several(names)}" for (used, rows), names in sorted(left.items()) if used < rows]:
+        counts: dict[tuple[int, int], list[str]] = {}
+        for table, used, rows in named_rows(pair.before, drawn, added):
+            counts.setdefault((used, rows), []).append(table)
+        if short := [f"{used:,} of {rows:,} rows of {_several(names)}" for (used, rows), names in sorted(counts.items()) if used < rows]:
             pair.notes.append(f"{self.name}: of tables only these rows were looked at: {'; '.join(short)}")
 
     def _unvaried(self, pair: Pair, drawn: Sequence[Mapping[str, np.ndarray]]) -> list[Finding]:

@@ -17,7 +17,15 @@ _AXES = 3
 _CUT = "of tables that are cut"
 
 
-def named_rows(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.ndarray]], added: Iterable[str]) -> dict[str, tuple[int, int]]:
+class Read(NamedTuple):
+    """A table, how many of its rows were read, and how many it has."""
+
+    table: str
+    used: int
+    rows: int
+
+
+def named_rows(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.ndarray]], added: Iterable[str]) -> list[Read]:
     """Count them.
 
     Args:
@@ -26,7 +34,7 @@ def named_rows(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.ndarray]]
         added: masks that it adds to scores (`added_masks`).
 
     Returns:
-        Name of each table of constants to how many rows were read, and how many it has (`constant_tables`).
+        One for each table of constants (`constant_tables`), or two where it is read along two axes of unequal length.
 
     Raises:
         GraphRefused: onnxruntime cannot run the part that computes ids.
@@ -36,14 +44,14 @@ def named_rows(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.ndarray]]
     tables = [*constant_tables(whole), *cuts.tables]
     ids = list(dict.fromkeys(table.ids for table in tables))
     if not ids:
-        return {}
+        return []
     session = Session(_part(whole, ids, cuts), POLICIES["golden"], "the part that computes ids", tuple(added))
-    read = {table.name: np.zeros(table.rows, bool) for table in tables}
+    read = {(table.name, table.rows): np.zeros(table.rows, bool) for table in tables}
     for inputs in drawn:
         found = dict(zip(ids, session.run(inputs), strict=True))
         for table in tables:
-            _mark(read[table.name], table, found[table.ids])
-    return {name: (int(rows.sum()), rows.size) for name, rows in read.items()}
+            _mark(read[table.name, table.rows], table, found[table.ids])
+    return [Read(name, int(rows.sum()), rows.size) for (name, _), rows in read.items()]
 
 
 class _Cuts(NamedTuple):

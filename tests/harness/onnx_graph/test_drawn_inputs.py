@@ -255,6 +255,16 @@ def test_rows_that_computed_ids_named_are_counted(way: str) -> None:
     ] == [True]
 
 
+def test_a_table_that_is_read_along_two_axes_is_counted_along_each() -> None:
+    model = _indexed(
+        "n = Reshape(ids, flat) t = Mod(n, two) r = Gather(table, n) c = Gather<axis = 1>(table, t) "
+        "m = ReduceMax<keepdims = 1>(c) g = Add(r, m)",
+        np.arange(60)[:, None] * np.array([[1, 2, 3]]),
+    )
+    notes = [one for one in NumericEqual().check(model, model).notes if "rows of" in one]
+    assert len(notes) == 1 and " of 60 rows of table" in notes[0] and ": 2 of 3 rows of table" in notes[0]
+
+
 IDS = {
     "reshaped": "n = Reshape(ids, flat) g = Gather(table, n)",
     "moved by several": "c = Cast<to = 6>(ids) u = Unsqueeze(c, zero) t = Transpose(u) n = Reshape(t, flat) g = Gather(table, n)",
