@@ -193,7 +193,8 @@ class NumericEqual(Contract):
                 refused[words] = None
                 continue
             others = [_accepted(before, drawn[0], other, tables) for other in other_inputs(pair.before, drawn[0], self._seed + 4)]
-            drawings.append([drawn, *others[1:], others[0]])
+            small = [_accepted(before, drawn[0], other, tables) for other in small_inputs(pair.before, drawn[0])]
+            drawings.append([drawn, *small, *others[1:], others[0]])  # large scores of a long row leave one place to see
         if refused:
             pair.notes.append(f"{self.name}: {_BEFORE} refuses open sizes, which were not looked at: {'; '.join(refused)}")
         return drawings

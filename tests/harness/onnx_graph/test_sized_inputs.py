@@ -103,6 +103,26 @@ def test_a_size_that_is_declared_as_a_sum_follows_from_the_others() -> None:
     assert "refuses" not in message and "not looked at" not in message
 
 
+@pytest.mark.parametrize("seen", [128, 129])
+def test_a_place_that_is_seen_too_early_in_a_long_row_is_told_where_scores_are_large(seen: int) -> None:
+    """A softmax of large scores sees one place, and hardly ever the one that should be hidden."""
+
+    def graph(visible: np.ndarray) -> onnx.ModelProto:
+        text = (
+            "t = Transpose<perm = [0, 2, 1]>(x) p = MatMul(x, t) n = Shape<start = 1, end = 2>(x) m = Slice(table, zeros, n, zeros, ones) "
+        )
+        text += "v = Slice(m, zeros, n, ones, ones) a = Add(p, v) w = Softmax(a) y = MatMul(w, x)"
+        made = _graph("float[B, N, 16] x", text, "float[b, t, 16] y")
+        made.graph.initializer.append(numpy_helper.from_array(np.where(visible, 0, -1e9).astype(np.float32), "table"))
+        return made
+
+    causal = np.tril(np.ones((200, 200), bool))
+    wrong = causal.copy()
+    wrong[seen, seen:] = True
+    assert NumericEqual().check(graph(causal), graph(causal)).holds
+    assert "on drawing" in NumericEqual().check(graph(causal), graph(wrong)).message
+
+
 def test_a_length_that_stands_first_in_a_mask_and_second_elsewhere_is_a_length() -> None:
     """As in a mask of queries by keys that all rows share."""
     text = "j = Concat<axis = 1>(past, x) t = Transpose<perm = [0, 2, 1]>(j) p = MatMul(x, t) y = Mul(p, mask)"
