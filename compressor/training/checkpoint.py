@@ -90,10 +90,7 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in step.tensors().items()}
     tensors |= {f"rng:{number}": state for number, state in enumerate(_torch_rng(step).values())}
     tensors |= writer.tensors
-    try:
-        text = json.dumps(record)
-    except ValueError as error:
-        raise ResumeError(f"{path}: a number of the state cannot be written down ({error}); keep it in a tensor") from None
+    text = _text_of(record, path)
     with whole_file(path) as partial:
         try:
             save_file(tensors, partial, metadata={"training": f"{_digest(text, tensors)} {text}"})
@@ -102,6 +99,13 @@ def save_training(trainer: Trainer, path: str | Path, notes: Mapping[str, Any] |
                 f"{path}: {error} is the dtype of a tensor of model or optimizer, which no such file keeps; use another"
             ) from None
     return path
+
+
+def _text_of(record: Mapping[str, Any], path: Path) -> str:
+    try:
+        return json.dumps(record)
+    except ValueError as error:
+        raise ResumeError(f"{path}: a number of the state cannot be written down ({error}); keep it in a tensor") from None
 
 
 def _json(notes: Mapping[str, Any] | None) -> dict[str, Any]:

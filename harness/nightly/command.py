@@ -261,7 +261,7 @@ def _accept(settings: AcceptSettings) -> Verdict:
     unchanged = found if meant is None else _unchanged(series, word.night)
     if unchanged is not None:
         print(f"none is seen that begins there: {unchanged.summary}")
-    if meant is not None and word.until:
+    if meant is not None and word.until and date.fromisoformat(word.until) < date.max:  # behind which there is no day
         behind = judge(series, words, date.fromisoformat(word.until) + timedelta(days=1)).changes
         for other in {one.acceptance for one in behind if one.night == meant.night and one.acceptance is not None}:
             end = f"until {other.until}" if other.until else "for good"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from compressor.training.guards.frozen_value import CONTAINERS, MAX_ARRAY_BYTES, PLAIN, Plain, fact, is_foreign, spelled
+from compressor.training.guards.frozen_value import CONTAINERS, PLAIN, Plain, fact, is_foreign, is_small_array, spelled
 from compressor.training.guards.python_state import once_a_look, one_look, other_modules, said_by_loss, variables
 from compressor.training.guards.reach import BOOKS, TORCH_S_OWN
 from compressor.training.step.step import TrainStep
@@ -154,10 +154,8 @@ def arrays(step: TrainStep) -> list[np.ndarray[Any, Any] | array[Any] | bytearra
     Returns:
         Each once.
     """
-    values = list(_values(step))
-    small = [value for value in values if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject]
-    flat = [value for value in values if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES // 8]
-    return list({id(one): one for one in (*small, *flat)}.values())
+    values = (one for one in _values(step) if isinstance(one, np.ndarray | array | bytearray) and is_small_array(one))
+    return list({id(one): one for one in values}.values())
 
 
 def own_generators(step: TrainStep) -> list[torch.Generator]:

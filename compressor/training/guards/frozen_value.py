@@ -51,12 +51,10 @@ _PRINTED = (
 )
 CONTAINERS = (list, dict, set, deque, MappingProxyType)
 _HOLDING = (*CONTAINERS, tuple, frozenset)
-MAX_ARRAY_BYTES = 1 << 16  # larger ones are compared by identity: to look at them would cost as much as a step
+_MAX_ARRAY_BYTES = 1 << 16  # to look at larger ones would cost as much as a step
 _MAX_ITEMS, _MAX_TUPLE = 64, 4096
 _MAX_BITS = 1024  # Python refuses to write out whole numbers of many digits, of 641 where it is set so
 _MAX_SPELLED = 400
-
-
 _NAMED = (type, FunctionType, MethodType, BuiltinFunctionType)
 
 
@@ -195,6 +193,20 @@ class Plain:
         return self._base.values(self.content) if isinstance(self.content, Mapping) else self
 
 
+def is_small_array(value: object) -> bool:
+    """Say whether a value is an array, of numpy or of Python, whose bytes are compared.
+
+    Args:
+        value: anything.
+
+    Returns:
+        False, too, for arrays of objects and those of more than 64 KiB, which are compared by identity.
+    """
+    if isinstance(value, np.ndarray):
+        return value.nbytes <= _MAX_ARRAY_BYTES and not value.dtype.hasobject
+    return isinstance(value, bytearray | array) and len(value) * getattr(value, "itemsize", 1) <= _MAX_ARRAY_BYTES
+
+
 def kind(value: object) -> object:
     """Return what a container is beside its content: its class, how long it may grow, and what it makes for a missing key.
 
@@ -248,9 +260,9 @@ def frozen(value: object, depth: int = 6) -> object:
         return value
     if _is_printed(value):
         return Exact(value)
-    if isinstance(value, np.ndarray) and value.nbytes <= MAX_ARRAY_BYTES and not value.dtype.hasobject:
+    if isinstance(value, np.ndarray) and is_small_array(value):
         return ("array", value.shape, value.strides, str(value.dtype), value.tobytes())
-    if isinstance(value, bytearray | array) and len(value) <= MAX_ARRAY_BYTES // 8:
+    if isinstance(value, bytearray | array) and is_small_array(value):
         return (type(value).__name__, getattr(value, "typecode", ""), bytes(value))
     if isinstance(value, slice | range | Fraction):
         return _parts(value)

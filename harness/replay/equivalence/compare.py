@@ -28,6 +28,8 @@ from harness.replay.equivalence.training_state import differing_names
 from harness.reporting.record import CheckRecord, Claim, decide
 from harness.reporting.verdict import Outcome, Verdict
 
+_SEEDS = 1 << 32  # of numpy, which has the fewest
+
 # What the runs of a comparison say: a record for each mode, and one that asks whether there was anything to see.
 
 CLAIMS = {
@@ -285,6 +287,8 @@ def _checked(
         raise UserInputError(f"modes={tuple(modes)}: give capture, replay or both, which are held against eager")
     if every < 1 or (steps is not None and steps < 1):
         raise UserInputError(f"steps={steps}, every={every}: both must be at least 1")
+    if not 0 <= seed < _SEEDS:
+        raise UserInputError(f"seed: {seed} is none that every generator takes; give 0 to {_SEEDS - 1}")
     kept = _kept(batches, steps)
     if not callable(kept) and not len(kept):
         raise UserInputError("batches: there is none; give at least one, and two different ones to prove anything")

@@ -109,6 +109,8 @@ IN_PLACE: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "an array in a tuple": ((np.zeros(4),), lambda held: held[0].fill(1)),
     "dtype of an array": (np.zeros(4, np.int8), lambda held: setattr(held, "dtype", np.uint8)),
     "an array of Python": (array.array("b", [1]), lambda held: held.append(1)),
+    "a bytearray of 64 KiB": (bytearray(1 << 16), lambda held: held.__setitem__(-1, 1)),
+    "an array of 64 KiB": (array.array("B", bytes(1 << 16)), lambda held: held.__setitem__(-1, 1)),
     "a list": ([0.0], lambda held: held.__setitem__(0, -0.0)),
     "a key": ({"a": "v"}, lambda held: held.update(b=held.pop("a"))),
     "type of a key": ({1: "v"}, lambda held: held.update({True: held.pop(1)})),

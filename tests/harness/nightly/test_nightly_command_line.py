@@ -85,6 +85,11 @@ def test_a_change_is_accepted_for_a_while(history: Path, capsys: pytest.CaptureF
     assert codes == [2, 0, 1]  # too few nights at the new level, the level, the change again
 
 
+def test_a_change_is_accepted_until_the_last_day_that_there_is(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = nightly(capsys, "accept", "slower", "2026-02-17", "--reason", "meant", "--until", "9999-12-31", "--history", history)
+    assert told[0] == 0 and "is accepted until 9999-12-31" in told[1]
+
+
 def test_a_word_that_is_made_shorter_tells_of_one_on_another_night_that_goes_on(history: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def accept(night: str, *until: str) -> str:
         return nightly(capsys, "accept", "slower", night, "--reason", "meant", *until, "--history", history)[1]

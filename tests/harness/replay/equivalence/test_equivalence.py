@@ -313,6 +313,8 @@ def test_what_python_holds_is_state_too():
         ({"batches": iter([])}, "there is none"),
         ({"batches": None}, "batches: a NoneType was given, which is no row of batches"),
         ({"batches": "ab"}, "batches: a str was given"),
+        ({"seed": -1}, "seed: -1 is none that every generator takes; give 0 to 4294967295"),
+        ({"seed": 1 << 32}, "seed: 4294967296 is none"),
         ({"batches": torch.ones(())}, "batches: a Tensor was given"),
         ({"steps": 6.5}, "steps: 6.5 was given, where a whole number belongs"),
         ({"before_step": 3}, "before_step: 3 was given, where a function belongs"),
