@@ -211,14 +211,16 @@ COMPUTED = {
     "of the second half": "b = Sub(ids, half) m = Max(b, zero) g = Gather(table, m)",
     "of places": "s = Shape<start = 1, end = 2>(ids) q = Squeeze(s) r = Range(zero, q, one) n = Div(r, seven) g = Gather(table, n)",
     "from the end": "n = Neg(ids) g = Gather(table, n)",
-    "of the first of two": "d = Div(ids, seven) h = Unsqueeze(d, last) z = Mod(h, two) n = Concat<axis = -1>(h, z) g = GatherND(square, n)",
+    "of the first of two": (
+        "d = Div(ids, seven) h = Unsqueeze(d, last) o = Mul(h, zero) z = Add(o, far) n = Concat<axis = -1>(h, z) g = GatherND(square, n)"
+    ),
     "cut to a length": "s = Shape<start = 1, end = 2>(ids) h = Div(s, seven) g = Slice(table, flat, h, flat)",
     "of a router": "h = Unsqueeze(ids, last) l = Mul(h, few) n = ArgMax<axis = -1, keepdims = 0>(l) g = Gather(table, n)",
     "in a branch": "n = Div(ids, seven) g = If(yes) <then_branch=a() => (h) {h = Gather(table, n)}, else_branch=b() => (k) {k = Neg(w)}>",
 }
 NUMBERS = {
     "seven": np.array(7),
-    "two": np.array(2),
+    "far": np.array(20),
     "half": np.array(12),
     "zero": np.array(0),
     "one": np.array(1),
@@ -238,7 +240,7 @@ def test_rows_that_computed_ids_named_are_counted(way: str) -> None:
     def graph(damaged: int | None = None) -> onnx.ModelProto:
         made, table = parser.parse_graph(f"g (int64[batch, seq] ids) => (float[m, n] y) {{ {text} y = Neg(g) }}"), np.arange(rows) + 1.0
         table[slice(0, 0) if damaged is None else damaged] += 50
-        tables = {"table": table.astype(np.float32), "square": np.stack([table, table - 0.5], 1).astype(np.float32)}
+        tables = {"table": table.astype(np.float32), "square": np.tile(table[:, None], rows).astype(np.float32)}
         arrays = {
             name: one
             for name, one in (NUMBERS | tables).items()
