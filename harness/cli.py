@@ -101,6 +101,8 @@ def _guarded(program: str, run: Callable[[], int]) -> int:
 def _conclude(name: str, args: argparse.Namespace) -> int:
     try:
         return EXIT_CODES[args.to_verdict(args)]
+    except SystemExit as error:  # of code that the user named; exit codes are verdicts
+        return _fail(f"{name}: error: code that it ran called sys.exit({error.code!r}); take that out", EXIT_FAILURE)
     except RankError as error:
         return _fail(f"{name}: error: {' '.join(str(error).split())}", EXIT_FAILURE) if error.is_mine_to_tell else EXIT_FAILURE
     except CompressorError as error:

@@ -70,6 +70,9 @@ def _guarded(args: argparse.Namespace) -> int:
     try:
         with logged(getattr(args, "verbose", 0)):
             return VERBS[args.verb].run(args)
+    except SystemExit as error:  # of a modifier that the recipe names: 0 would say that all is done
+        print(f"compressor {args.verb}: error: code that it ran called sys.exit({error.code!r}); take that out", file=sys.stderr)
+        return EXIT_ERROR
     except RankError as error:
         if error.is_mine_to_tell:
             print(f"compressor {args.verb}: error: {_one_line(error)}", file=sys.stderr)

@@ -35,6 +35,7 @@ class TokenBlocks:
         num_samples: samples that were joined.
         num_left_over: tokens at the end that fill no block, and tokens of blocks without a target.
         unread_masks: columns of rows that look like masks and were not read.
+        num_without_target: blocks that are left out because a `loss_mask` leaves no target in them.
     """
 
     input_ids: Tensor
@@ -43,6 +44,7 @@ class TokenBlocks:
     num_samples: int
     num_left_over: int
     unread_masks: frozenset[str] = frozenset()
+    num_without_target: int = 0
 
     @property
     def batches(self) -> list[Batch]:
@@ -102,9 +104,10 @@ def load_blocks(
     useful = counted[:, 1:].any(1)
     if not bool(useful.any()):
         raise DatasetError(f"{name}: its loss_mask leaves no token to predict in {len(ids)} blocks of {length}; mask less of it")
-    ids, counted = ids[useful], counted[useful]
+    ids, counted, num_dropped = ids[useful], counted[useful], int((~useful).sum())
     sha256 = hash_rows(list(ids), None if bool(counted.all()) else list(counted))
-    return TokenBlocks(ids, ids.masked_fill(~counted, IGNORED), sha256, len(rows), num_tokens - ids.numel(), frozenset(unread))
+    labels, num_left_over = ids.masked_fill(~counted, IGNORED), num_tokens - ids.numel()
+    return TokenBlocks(ids, labels, sha256, len(rows), num_left_over, frozenset(unread), num_dropped)
 
 
 def _encoded(source: Any, tokenizer: Any, text_column: str, inputs: Collection[str], unread: set[str]) -> Iterator[Tokens]:

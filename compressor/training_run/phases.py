@@ -181,6 +181,11 @@ class TrainingRun:
         notes = [*self.loaded.notes, *check_recipe(self.modifiers, self.length, self.settings.unit)]
         if unread := sorted(self.data.unread_masks | (frozenset() if self.eval_data is None else self.eval_data.unread_masks)):
             notes.append(f"{', '.join(unread)} of the rows is not read, and all tokens are learnt; a loss_mask (1: learnt) says which are")
+        notes += [
+            f"{name}: {data.num_without_target} blocks in which a loss_mask leaves no target are left out"
+            for name, data in (("dataset", self.data), ("eval_dataset", self.eval_data))
+            if data is not None and data.num_without_target
+        ]
         notes += saving_notes(self.loaded, self.settings.save_dtype)
         run = training_fingerprint(
             self.identity, self.recipe, self.data, self.eval_data, self.seed, self.settings, self.num_steps, self.device

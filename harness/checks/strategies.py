@@ -194,8 +194,10 @@ def _grid_shapes(column_multiple: int, unit: tuple[int, int]) -> list[tuple[int,
     rows, columns = unit[0], -(-unit[1] // column_multiple) * column_multiple
     if rows > MOST_ROWS // 2 or columns > MOST_COLUMNS // 2:
         return []
-    short = columns - column_multiple if columns > column_multiple else 0
-    return [(2 * rows, 2 * columns), (2 * rows - rows // 2, 2 * columns - short), (2 * rows, 3 * columns)]
+    # What a last unit that is cut short still has: one column, a little more than half, all but one.
+    left = (column_multiple, (columns // 2 // column_multiple + 1) * column_multiple, columns - column_multiple)
+    cut = [(2 * rows - rows // 2, columns + kept) for kept in dict.fromkeys(left) if 0 < kept < columns]
+    return [(2 * rows, 2 * columns), *cut, (2 * rows, 3 * columns)]
 
 
 def fixed_weights(dtypes: Sequence[torch.dtype], column_multiple: int, group: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,7 +1,8 @@
-"""A whole run of a modifier in another process, where the hashes of texts, and with them the order of sets of texts, are others.
+"""A whole run of a modifier in other processes, where the hashes of texts, and with them the order of sets of texts, are others.
 
-Python draws these hashes anew in every process, so within one nothing can tell that a result depends on them. Importing torch and the
-harness takes seconds; so one process does that once, and a copy of it (`os.fork`) makes each run. It ends with the one that asks.
+Python draws these hashes anew in every process, so within one nothing can tell that a result depends on them. Two of them order a set of
+two texts alike every second time, four once in eight. Importing torch and the harness takes seconds; so each does that once, all at a time,
+and a copy of it (`os.fork`) makes each run. They end with the one that asks.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from harness.lifecycle.driving.time_limit import Stopwatch, run_limited
 from harness.lifecycle.subject import Subject
 
 _SECONDS, _SECONDS_TO_END = 300.0, 2.0
+_HASH_SEEDS = ("1", "2", "3")
+"""Fixed, so that what they say of each other is the same every time, whatever the hashes of the process that asks are."""
 
 
 class NoAnswerError(Exception):
@@ -43,8 +46,8 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: hashlib.sha256(texts[name] + raw_bytes(one).cpu().numpy().tobytes()).hexdigest() for name, one in tensors.items()}
 
 
-def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, still_alive: Callable[[], None]) -> dict[str, str]:
-    """Make a whole run over the tiny model in another process.
+def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, still_alive: Callable[[], None]) -> list[dict[str, str]]:
+    """Make a whole run over the tiny model in each of three other processes.
 
     Args:
         recipe: of the modifier, and its followers.
@@ -54,13 +57,16 @@ def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, st
         still_alive: called again and again while it is waited for.
 
     Returns:
-        The digest of every tensor of the model afterwards.
+        Of each the digest of every tensor of the model afterwards.
 
     Raises:
         NoAnswerError: the modifier cannot be made there, a call of it hangs, or no answer came in five minutes.
     """
     asked = {"recipe": recipe, "tags": sorted(tags), "seed": seed, "limit": limit, "path": sys.path, "threads": torch.get_num_threads()}
-    process = _started(os.getpid())
+    return [_ask(process, asked, still_alive) for process in [_started(os.getpid(), one) for one in _HASH_SEEDS]]
+
+
+def _ask(process: subprocess.Popen[bytes], asked: Mapping[str, Any], still_alive: Callable[[], None]) -> dict[str, str]:
     assert process.stdin is not None and process.stdout is not None  # both are pipes
     answer: dict[str, Any] = {}
     try:
@@ -85,17 +91,16 @@ def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, st
 
 
 @functools.cache
-def _started(pid: int) -> subprocess.Popen[bytes]:
+def _started(pid: int, hash_seed: str) -> subprocess.Popen[bytes]:
     """The process that waits for questions of this one; a fork of this one has its own."""
     del pid
-    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     process = subprocess.Popen(
         [sys.executable, "-m", "harness.lifecycle.other_process"],
         bufsize=0,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)},
+        env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)},
         start_new_session=True,  # ctrl-C is for the one that asks, whose end this one sees
     )
     atexit.register(_end, process)

@@ -71,7 +71,8 @@ def prune_sparsegpt(
         The pruned weights.
 
     Raises:
-        NumericsError: a weight is not finite, or the damped Hessian is not positive definite.
+        NumericsError: a weight is not finite, its rows do not divide into runs of the pattern, or the damped Hessian is not positive
+            definite.
     """
     name = " + ".join(names)
     damped = DampedHessian(hessian_CC, None, damp_frac, name)
@@ -79,6 +80,8 @@ def prune_sparsegpt(
     for weight in weights:
         if not bool(torch.isfinite(weight).all()):
             raise NumericsError(f"{name}: a weight holds NaN or infinity; repair the model")
+        if pattern is not None and weight.shape[1] % pattern.of:
+            raise NumericsError(f"{name}: rows of {weight.shape[1]} do not divide into runs of {pattern.of}; leave the module out")
         wanted_RC = weight.float() if shift_CC is None else shifted_weights(weight, shift_CC, damped)
         zeros_CR = (weight == 0).t().contiguous() if keep_zeros else None
         kept_CR, gone_CR = _pass(wanted_RC.t().contiguous(), damped.factor, sparsity, pattern, block_size, zeros_CR)

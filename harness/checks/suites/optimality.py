@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from harness.checks.catalogue.registry import CheckContext, CheckFailed, register
+from harness.checks.catalogue.registry import CheckContext, CheckFailed, NothingToCheckError, register
 from harness.checks.inputs.examine import refuse
 from harness.checks.inputs.presentations import GRAD_MODES, places, presentations
 from harness.checks.inputs.solver_problems import (
@@ -177,13 +177,15 @@ def search_pays(subject: Solver, context: CheckContext) -> str:
     return seen
 
 
-@register(19, "identity_rounds", "H = c I gives exactly round-to-nearest", kind="solver")
+@register(19, "identity_rounds", "H = c I, and any other diagonal, gives exactly round-to-nearest", kind="solver")
 def identity_rounds(subject: Solver, context: CheckContext) -> str:
-    """Solve with multiples of the identity."""
+    """Solve with multiples of the identity, and with inputs of which some are much smaller than others: small is not dead."""
 
     def examined(one: Problem) -> str:
-        for factor in (1.0, 1e-4, 37.0):
-            solved = solve(subject, one.weight, torch.eye(one.weight.shape[1]) * factor)
+        columns = one.weight.shape[1]
+        unequal = 2.0 ** -(torch.arange(columns) % 41)
+        for diagonal in (*(torch.full((columns,), factor) for factor in (1.0, 1e-4, 37.0)), unequal):
+            solved = solve(subject, one.weight, torch.diag(diagonal))
             _hold_nearest(subject, one.weight, solved.quantized.codes, *per_value(solved))
         return "nearest codes"
 
@@ -197,6 +199,47 @@ def _hold_nearest(subject: Solver, weight: Tensor, codes: Tensor, scale: Tensor,
     reach = torch.maximum(positions.abs(), (positions - zero).abs())
     wrong = (found != expected) & ~at_tie(positions, subject.code_values, _EPS, reach)
     refuse(wrong, "not the nearest code", code=found, nearest=expected, position=positions)
+
+
+@register(
+    None,
+    "own_scales",
+    "Under H = c I no group, be it the last and not full, has ten times the error of rounding over its own range",
+    kind="solver",
+)
+def own_scales(subject: Solver, context: CheckContext) -> str:
+    """Solve for groups of which each is 6 times smaller, or larger, than the one before; a width that is refused is not asked."""
+    size = subject.group_size
+    if size is None:
+        raise NothingToCheckError("a whole row shares a scale")
+    seen = []
+    for left in dict.fromkeys((size, size - 1, size // 2 + 1, 1)):
+        columns = 3 * size + left
+        for power in (6.0, 1 / 6.0):
+            weight = problem("", 12, columns, 1, seed=7).weight * power ** (torch.arange(columns) // size)
+            try:
+                solved = solve(subject, weight, torch.eye(columns))
+            except Exception as error:  # the subject may refuse with any class
+                if left == size or not str(error).strip():
+                    raise
+                break
+            _hold_own_scales(solved, weight, size, subject.code_values)
+            seen.append(columns)
+    return f"{', '.join(map(str, dict.fromkeys(seen)))} columns"
+
+
+def _hold_own_scales(solved: Solved, weight: Tensor, size: int, grid: Tensor) -> None:
+    columns = weight.shape[1]
+    group_C = torch.arange(columns) // size if solved.group_C is None else group_of(solved, columns)
+    centred = grid - (grid[0] + grid[-1]) / 2
+    for group in group_C.unique().tolist():
+        exact, values = (part[:, group_C == group].to(torch.float64) for part in (weight, solved.values))
+        scale = exact.abs().amax() / centred[-1]  # of all rows: some share a scale
+        own, other = ((exact - found).square().sum() for found in (values, nearest(exact / scale, centred) * scale))
+        if not own <= 10 * other + 1e-12 * exact.square().sum():
+            raise CheckFailed(
+                f"group {group} of {columns} columns: an error of {float(own):.3g}, rounded over its own range it is {float(other):.3g}"
+            )
 
 
 @register(25, "grid_is_fixed", "A weight already on the grid is a fixed point", kind="solver")

@@ -54,16 +54,20 @@ def _hold_pattern(subject: Sparsifier, one: Pruned) -> None:
 
 
 def _ragged(subject: Sparsifier, context: CheckContext, n: int, m: int) -> str:
-    """Give a row with one column too many: it may be refused, or its whole blocks must be right."""
-    whole = 6 * m
-    weight = torch.rand(3, whole + 1, generator=torch.Generator().manual_seed(context.seed)) + 0.1
-    try:
-        pruned = subject.prune(weight, hessian_of(whole + 1, context))
-    except Exception:  # noqa: BLE001 - the subject may refuse with any class
-        return f"{whole + 1} columns are refused"
-    if pruned.shape != weight.shape or bool(((pruned[:, :whole].reshape(3, -1, m) != 0).sum(-1) != n).any()):
-        raise CheckFailed(f"{whole + 1} columns are neither refused nor pruned {n} of {m} in their whole blocks")
-    return f"{whole + 1} columns are pruned"
+    """Give rows with columns too many: they may be refused, or whole blocks are right, and of the rest n are kept, or what there is."""
+    whole, taken = 6 * m, []
+    for columns in range(whole + 1, whole + m):
+        weight = torch.rand(3, columns, generator=torch.Generator().manual_seed(context.seed)) + 0.1
+        try:
+            pruned = subject.prune(weight, hessian_of(columns, context))
+        except Exception:  # noqa: BLE001 - the subject may refuse with any class
+            continue
+        if pruned.shape != weight.shape or bool(((pruned[:, :whole].reshape(3, -1, m) != 0).sum(-1) != n).any()):
+            raise CheckFailed(f"{columns} columns are neither refused nor pruned {n} of {m} in their whole blocks")
+        if bool(((pruned[:, whole:] != 0).sum(-1) < min(n, columns - whole)).any()):
+            raise CheckFailed(f"of {columns} columns the last {columns - whole} keep fewer than {min(n, columns - whole)}")
+        taken.append(columns)
+    return f"{', '.join(map(str, taken))} columns are pruned" if taken else f"{whole + 1} to {whole + m - 1} columns are refused"
 
 
 @register(38, "zeros_survive", "Zeros survive later quantizers", kind="sparsifier", caught_by=("sparseml#2281",))

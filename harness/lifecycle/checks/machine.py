@@ -59,7 +59,7 @@ def _seed(subject: Subject) -> int:
 
 @register("new_process", "A run in another process, where texts have other hashes, gives the same, bit for bit", number=43)
 def new_process(subject: Subject) -> str:
-    """Run here, and in a process with another PYTHONHASHSEED, which orders sets of names in another way.
+    """Run here, and in three processes with other PYTHONHASHSEEDs, most of which order sets of names in another way.
 
     Args:
         subject: what is verified.
@@ -69,7 +69,7 @@ def new_process(subject: Subject) -> str:
 
     Raises:
         NothingToCheckError: the other process cannot make the modifier, or the model.
-        Violation: the two runs give other models.
+        Violation: two runs give other models.
     """
     cls = type(subject.template)
     if not subject.is_tiny or subject.session_class is not Session:
@@ -82,11 +82,11 @@ def new_process(subject: Subject) -> str:
             raise NothingToCheckError(f"a recipe holds the parts of {cls.__name__} in its place; verify each of them")
         recipe = load_recipe([subject.fresh()]).dump()
         watch = subject.stopwatch
-        there = run_elsewhere(recipe, subject.tags, _seed(subject), watch.limit, watch.restart)
+        elsewhere = run_elsewhere(recipe, subject.tags, _seed(subject), watch.limit, watch.restart)
     except (CompressorError, NoAnswerError) as error:
         raise NothingToCheckError(f"another process cannot tell: {error}") from error
     here = digests(subject.result(seed=1))
-    changed = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    changed = sorted({name for there in elsewhere for name in here.keys() | there.keys() if here.get(name) != there.get(name)})
     if changed:
         what = f"in another process it gives other values in {', '.join(changed[:4])}"
         raise Violation("state", f"{what}; sort what comes out of a set, and use no hash() of a text")

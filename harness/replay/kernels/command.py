@@ -71,9 +71,11 @@ def run(settings: KernelSettings) -> Verdict:
 
 
 def _check_limits(settings: KernelSettings) -> None:
+    from harness.tolerance.bits import FAR
+
     for flag, value in (("--max-ulps", settings.max_ulps), ("--max-error", settings.max_error)):
-        if value is not None and not value >= 0:
-            raise UserInputError(f"{flag} {value}: a tolerance is a number of 0 or more; 0 asks for equal values")
+        if value is not None and not 0 <= value < FAR:
+            raise UserInputError(f"{flag} {value:g}: a tolerance is a number of 0 or more, below {FAR:.1e}; 0 asks for equal values")
 
 
 def _reports(settings: KernelSettings) -> list[KernelReport]:

@@ -46,7 +46,12 @@ def test_masked_tokens_are_read_but_are_no_targets():
     data = [{"input_ids": [1, 2, 3, 4], "loss_mask": [1, 0, 1, 1]}, {"input_ids": [5, 6, 7, 8], "loss_mask": [1, 0, 0, 0]}]
     blocks = load_blocks(data, max_seq_length=4)
     assert blocks.input_ids.tolist() == [[1, 2, 3, 4]], "a block without a target is left out"
-    assert blocks.labels.tolist() == [[1, IGNORED, 3, 4]] and blocks.num_targets.tolist() == [2] and blocks.num_left_over == 4
+    assert (
+        blocks.labels.tolist() == [[1, IGNORED, 3, 4]]
+        and blocks.num_targets.tolist() == [2]
+        and blocks.num_left_over == 4
+        and blocks.num_without_target == 1
+    )
     with pytest.raises(DatasetError, match="leaves no token to predict in 1 blocks"):
         load_blocks(data[1:], max_seq_length=4)
 

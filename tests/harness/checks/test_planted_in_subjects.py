@@ -72,6 +72,22 @@ class StrideBlind(OurQuantizer):
         return super().quantize(torch.as_strided(weight, weight.shape, (weight.shape[1], 1), weight.storage_offset()).clone())
 
 
+class LastScaleOfANeighbour(OurSolver):
+    """The last group is rounded with the scale of the one before."""
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        found = super().solve(weights, hessian, block_size, like)
+        for one in found:
+            scale, codes = one.quantized.scale, one.quantized.codes
+            scale[:, -1] = scale[:, -2]
+            wide = scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+            codes.copy_((one.values / wide).round().clamp(-8, 7))
+            one.values.copy_(codes * wide)
+        return found
+
+
 class LoosePacker(OurPacker):
     """A word too many in each row."""
 
@@ -213,6 +229,7 @@ PLANTED: dict[str, Any] = {
     "solver.layouts": WrongSolver(lambda weight: weight if weight.is_contiguous() else weight * 1.3),
     "solver.identity_rounds": WrongSolver(_half_a_step),
     "solver.grid_is_fixed": WrongSolver(_half_a_step),
+    "solver.own_scales": LastScaleOfANeighbour(INT4),
     "solver.rows": WrongSolver(_by_row),
     "solver.sample_order": FirstBatchTwice(INT4),
 }

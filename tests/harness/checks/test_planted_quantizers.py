@@ -249,6 +249,23 @@ def test_the_same_quantizers_without_a_mistake_pass(subject: OurQuantizer) -> No
     assert report.passed, report.to_text()
 
 
+class LongTail(OurQuantizer):
+    """A last group that is more than half full, but not full, has the codes of the first one."""
+
+    def quantize(self, weight: Tensor) -> Quantized:
+        found = super().quantize(weight)
+        start = weight.shape[1] // 64 * 64
+        if start and weight.shape[1] - start > 32:
+            found.codes[:, start:] = found.codes[:, : weight.shape[1] - start]
+        return found
+
+
+def test_a_last_group_that_is_nearly_full_is_told() -> None:
+    subject = LongTail(QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=[1, 64]))
+    (record,) = harness.check(subject, checks=["quantizer.nearest_codes"], draws=False).records
+    assert record.outcome is Outcome.FAIL and "[2, 97]" in record.summary, record.summary
+
+
 def test_of_many_units_some_of_each_place_are_changed() -> None:
     """A thousand rows that are changed one by one took half a minute, and told no more."""
     (record,) = harness.check(OurQuantizer(CHANNEL), checks=["quantizer.local"], draws=False).records

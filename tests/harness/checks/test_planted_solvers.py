@@ -211,6 +211,24 @@ def test_halves_of_a_hessian_may_be_rounded_apart() -> None:
     assert record.outcome is Outcome.PASS, record.summary
 
 
+def zero_where_small(weight: Tensor, hessian: Tensor) -> Tensor:
+    return weight * (hessian.diagonal() > 1e-6 * hessian.diagonal().max())
+
+
+class DropsSmall(OurSolver):
+    """Inputs that are small beside others count as dead."""
+
+    def solve(
+        self, weights: Sequence[Tensor], hessian: Tensor, block_size: int | None = None, like: Quantized | None = None
+    ) -> list[Solved]:
+        return super().solve([zero_where_small(one, hessian) for one in weights], hessian, block_size, like)
+
+
+def test_small_inputs_that_count_as_dead_are_told() -> None:
+    (record,) = harness.check(DropsSmall(INT4), checks=["solver.identity_rounds"], draws=False).records
+    assert record.outcome is Outcome.FAIL and "not the nearest code" in record.summary, record.summary
+
+
 class Ragged(OurSolver):
     """Groups are blocks of eight columns; where the last is not full something is done before."""
 

@@ -116,8 +116,24 @@ def test_mistakes_are_named(swap, message, folder, capsys):
 
 def test_a_tolerance_below_zero_is_refused(capsys):
     for flag in ("--max-ulps", "--max-error"):
-        assert kernels("--swap", "aten.silu=kernels_of_a_test:silu", flag, "-1") == 3
-        assert f"{flag} -1.0: a tolerance is a number of 0 or more" in capsys.readouterr().err
+        for value in ("-1", "inf", "1e19"):
+            assert kernels("--swap", "aten.silu=kernels_of_a_test:silu", flag, value) == 3
+            assert f"{flag} {float(value):g}: a tolerance is a number of 0 or more" in capsys.readouterr().err
+
+
+def test_a_kernel_that_is_right_at_first_is_beyond_any_tolerance(folder, capsys):
+    (folder / "flaky_kernels_of_a_test.py").write_text(
+        "import torch\ncalls = []\n\n\ndef silu(x):\n    calls.append(1)\n"
+        "    return torch.nn.functional.silu(x) * (1 if len(calls) < 2 else 1.5)\n"
+    )
+    assert kernels("--swap", "aten.silu=flaky_kernels_of_a_test:silu", "--max-ulps", "4") == 1
+    assert "the variant gave other bits the second time" in capsys.readouterr().out
+
+
+def test_a_kernel_that_ends_the_process_is_no_pass(folder, capsys):
+    (folder / "leaving_kernels_of_a_test.py").write_text("import sys\n\n\ndef silu(x):\n    sys.exit(0)\n")
+    assert kernels("--swap", "aten.silu=leaving_kernels_of_a_test:silu") == 3
+    assert "code that it ran called sys.exit(0)" in capsys.readouterr().err
 
 
 def test_functions_come_from_the_current_folder_or_from_what_is_installed(folder, monkeypatch):
