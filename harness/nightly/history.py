@@ -394,7 +394,9 @@ def _check_until(until: str, last_night: str) -> None:
     try:
         day = date.fromisoformat(until)
     except (TypeError, ValueError):
-        raise UserInputError(f"until: {until!r} is no day; write it as YYYY-MM-DD") from None
+        day = None
+    if day is None or day.isoformat() != until:  # Python reads 20260217 and 2026-W08-2, too, which do not sort with others
+        raise UserInputError(f"until: {until!r} is no day; write it as YYYY-MM-DD")
     now = max(_now()[:10], last_night[:10]) if begins_with_a_date(last_night) else _now()[:10]
     if day.isoformat() < now:
         raise UserInputError(f"until: {until} has passed on {now}, and the change would count again at once; name that day or a later one")

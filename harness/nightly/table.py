@@ -48,8 +48,9 @@ def show_night(found: Night) -> None:
         rows.append((_name(row.cell), outcome, f"{row.seconds:.1f}", f"{row.memory / (1 << 30):.2f}", Text(quarantined + row.summary)))
     table = plain_table(("cell", "outcome", "seconds", "GiB", "found"), rows, is_lined=True)
     worse = [f"{one.metric}: {one.summary}" for one in found.judgements if one.verdict is Verdict.REGRESSION]
-    few = sum(one.verdict is Verdict.INCONCLUSIVE for one in found.judgements)
-    unsure = [f"{few} of {len(found.judgements)} metrics have too few nights to tell noise from change"] if few else []
+    few = [one for one in found.judgements if one.verdict is Verdict.INCONCLUSIVE]
+    unsure = [f"{one.metric}: {one.summary}" for one in few if one.noise > 0]  # the others have too few nights yet
+    unsure += [f"of {len(few)} of {len(found.judgements)} metrics nothing can be told yet"] if few else []
     resumed = [f"{found.resumed} cells had been done before"] if found.resumed else []
     _print(table, *worse, *unsure, *resumed, f"{found.night} at {found.revision[:12] or 'an unknown revision'}: {found.verdict.value}")
 

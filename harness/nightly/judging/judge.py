@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 
 import numpy as np
+from numpy.typing import NDArray
 
 from harness.nightly.judging.bridging import BridgedSeries, bridged, effect_of_levels
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
@@ -27,6 +28,8 @@ LIVE_NIGHTS = 7
 _CONFIDENCE = 0.95
 _LEAST_P = 1e-12  # below it the tail is not exact
 _TEN = 10
+_RESTLESS = 3.0
+"""Times the noise of other nights: more is no chance in two nights that follow each other."""
 
 
 def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (), today: date | None = None) -> Judgement:
@@ -117,9 +120,23 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
         summary = f"{told}: too few to tell noise from change; {missing} more in this environment are needed"
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
     noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER)
+    if hidden := _hidden(levels_N - standing.reference, series.errors_N, noise, nights[-1].better):
+        return Judgement(metric, Verdict.INCONCLUSIVE, f"{told}: {hidden}", count, tuple(standing.settled), noise, math.nan)
     further = "further " if standing.since else ""
     summary = f"no {further}change in {told}; noise {noise:.2%} a night; ten more would show a step of {seen:.1%}"
     return Judgement(metric, Verdict.PASS, summary, count, tuple(standing.settled), noise, seen)
+
+
+def _hidden(above_N: NDArray[np.float64], errors_N: NDArray[np.float64], noise: float, better: str) -> str:
+    """Say where the last nights would count as worse, if their repetitions did not differ so much more than those of other nights."""
+    last = float(above_N[-LEAST_AFTER:].min())
+    times = float(np.median(errors_N[-LEAST_AFTER:]) / max(noise, np.median(errors_N)))
+    if times < _RESTLESS or last < max(LEAST_EFFECT, _RESTLESS * noise):
+        return ""
+    return (
+        f"the last nights are worse by {effect_of_levels(last, better):.1%} or more, but their repetitions differ {times:.0f} times as "
+        "much as those of others, so that it may be chance; ten such nights would tell, or more repetitions"
+    )
 
 
 def _worse(changes: Sequence[Change], in_all: float) -> str:

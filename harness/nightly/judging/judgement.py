@@ -41,7 +41,7 @@ class Judgement:
 
     Attributes:
         metric: its name.
-        verdict: REGRESSION where an unaccepted change for the worse stands, INCONCLUSIVE where there are too few nights.
+        verdict: REGRESSION where an unaccepted change for the worse stands, INCONCLUSIVE where they cannot tell.
         summary: in a line.
         num_nights: in the series that was judged, which is that of one environment.
         changes: for the worse, oldest first.

@@ -232,7 +232,9 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     correlation = _correlation(kept_E)
     # Repetitions that differ alike in all nights, as where the first is cold, say nothing of the nights: what is more than before counts.
     usual = max(spread, median(nights.errors_N[:place]))
-    own, degrees = max(spread, _noise(after_K)[1], median(nights.errors_N[place:]) * spread / usual), _degrees(len(kept_E), correlation)
+    own, degrees = max(spread, _noise(after_K)[1]), _degrees(len(kept_E), correlation)
+    if len(after_K) < _KNOWN_AFTER:  # then nights themselves say how much they differ
+        own = max(own, median(nights.errors_N[place:]) * spread / usual)
     for noise, count in ((_noise(after_K)[1], len(after_K)), (_winsorized(before_M[-_RECENT:])[1], _RECENT)):
         own = max(own, noise) if noise > _NOISIER * spread else own
         degrees = min(degrees, max(3.0, count - 1.0)) if noise > _OTHER_NOISE * spread else degrees

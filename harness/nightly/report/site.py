@@ -101,13 +101,14 @@ def records_of(night: Night) -> list[CheckRecord]:
 def summary_of(night: Night) -> str:
     """Return the night in Markdown, for a pull request or a chat: one sentence, then a line for each thing that is not right."""
     worse = [one for one in night.judgements if one.verdict is Verdict.REGRESSION]
-    few = sum(one.verdict is Verdict.INCONCLUSIVE for one in night.judgements)
+    few = [one for one in night.judgements if one.verdict is Verdict.INCONCLUSIVE]
     not_passed = [row for row in night.rows if row.outcome != CellOutcome.PASS]
     passed = len(night.rows) - len(not_passed)
     head = f"**{night.verdict.value}**, night {code_span(night.night)}{f' at {code_span(night.revision[:12])}' if night.revision else ''}: "
     head += f"{passed} of {len(night.rows)} cells passed; {len(worse)} of {len(night.judgements)} metrics are worse"
-    head += f", {few} have too few nights to tell." if few else "."
-    lines = [f"- {code_span(one.metric)}: {code_span(one.summary)}" for one in worse]
+    head += f", of {len(few)} nothing can be told yet." if few else "."
+    # What is too short yet is counted; what cannot be told although there are nights enough may be a loss.
+    lines = [f"- {code_span(one.metric)}: {code_span(one.summary)}" for one in (*worse, *(one for one in few if one.noise > 0))]
     for row in not_passed:
         how = f"{row.outcome}{' (quarantined)' if row.cell in night.flaky else ''}"
         lines.append(": ".join(filter(None, (f"- {code_span(row.cell)}", how, code_span(row.summary)))))
@@ -119,7 +120,7 @@ def _index_page(night: Night, trends: list[Trend]) -> str:
     tiles = [
         ("cells that passed", f"{sum(row.outcome == CellOutcome.PASS for row in night.rows)} of {len(night.rows)}", "each ran by itself"),
         ("metrics that are worse", str(counts[Verdict.REGRESSION]), f"of {len(trends)}"),
-        ("too few nights to tell", str(counts[Verdict.INCONCLUSIVE]), "or another machine than before"),
+        ("nothing can be told", str(counts[Verdict.INCONCLUSIVE]), "too few nights, too much noise, another machine"),
         ("nights", str(len({one.night for trend in trends for one in trend.series})), f"until {night.night}"),
     ]
     cells = [(row, night.verdict_of(row), night.flaky.get(row.cell)) for row in night.rows]

@@ -266,6 +266,17 @@ def test_nights_that_become_noisy_are_no_change_of_their_mean(repetitions: int) 
     assert alarms <= (2 if repetitions > 1 else 6)  # of single readings two nights that agree by chance look like a step
 
 
+@pytest.mark.parametrize(
+    ("bad", "verdict"), [(1, Verdict.PASS), (2, Verdict.INCONCLUSIVE), (9, Verdict.INCONCLUSIVE), (10, Verdict.REGRESSION)]
+)
+def test_one_of_two_repetitions_that_is_slow_from_some_night_on_is_told(bad: int, verdict: Verdict) -> None:
+    nights = [
+        replace(one, values=(one.values[0], one.values[1] * (1.3 if at >= 40 - bad else 1))) for at, one in enumerate(series([1.0] * 40))
+    ]
+    found = judge(nights)
+    assert found.verdict is verdict and ("repetitions differ" in found.summary) is (verdict is Verdict.INCONCLUSIVE), found.summary
+
+
 def test_single_readings_that_become_ten_times_as_noisy_seldom_look_like_a_step() -> None:
     rng, alarms = np.random.default_rng(0), 0
     spread_N = np.where(np.arange(60) < 30, 0.005, 0.05)
