@@ -122,6 +122,13 @@ TEXTS = {
 }
 
 
+@pytest.mark.parametrize("day", ["29991205", "2999-W08-2", "2999-12-5"])
+def test_a_last_day_is_written_in_one_way(history: History, day: str) -> None:
+    history.add("m", [1.0], environment=HERE, night="1")
+    with pytest.raises(UserInputError, match=f"until: '{day}' is no day; write it as YYYY-MM-DD"):
+        history.accept("m", "1", "meant", day)
+
+
 ANY_TEXT = ["abc\r", "a\r\nb", "a\x00b", "\ud800", "\x1b[31mred", "\u2028", "\ufeffx", " x", "a,b", 'a"b', "none", "\xfc"]
 
 
