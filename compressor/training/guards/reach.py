@@ -393,9 +393,15 @@ def _imported(name: str, space: Mapping[str, Any]) -> list[ModuleType]:
     return [module for one in dict.fromkeys(names) if isinstance(module := sys.modules.get(one), ModuleType)]
 
 
+_PYDANTIC = ("__pydantic_private__", "__pydantic_extra__")  # where its models keep what is no field
+
+
 def _slots(cls: type) -> list[str]:
+    """The names under which an object keeps what is not in its `__dict__`."""
     spaces = [vars(base).get("__slots__", ()) for base in cls.__mro__]
-    return [slot for slots in spaces for slot in ((slots,) if isinstance(slots, str) else slots) if not slot.startswith("__")]
+    found = [slot for slots in spaces for slot in ((slots,) if isinstance(slots, str) else slots)]
+    found += ["args"] if issubclass(cls, BaseException) else []
+    return [slot for slot in found if not slot.startswith("__") or slot in _PYDANTIC]
 
 
 def _spelled(key: object) -> str:

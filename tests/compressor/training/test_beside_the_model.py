@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compressor.errors import PointerDriftError
+from compressor.errors import GuardDriftError, PointerDriftError
 from compressor.training import Trainer, TrainStep, adamw, load_training, save_training
 
 
@@ -107,3 +108,42 @@ def test_a_loss_writes_nothing_beside_its_own_place(name: str, reduction: str) -
     trainer.fit(features, 14)
     after = [(out.shape, out.stride(), out.data_ptr(), out.untyped_storage().nbytes()) for out in outs]
     assert before == after
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    _factor: float = PrivateAttr(1.0)
+
+
+class _Stopped(Exception):
+    pass
+
+
+_SETTINGS, _STOPPED = _Settings(scale=1.0), _Stopped(1.0)  # type: ignore[call-arg]  # an extra field
+_HELD: list[object] = [_SETTINGS, _STOPPED]
+_BESIDE_FIELDS: dict[str, tuple[Callable[[], float], Callable[[float], object]]] = {
+    "a private attribute": (lambda: _SETTINGS._factor, lambda value: setattr(_SETTINGS, "_factor", value)),
+    "an extra field": (lambda: _SETTINGS.scale, lambda value: setattr(_SETTINGS, "scale", value)),  # type: ignore[attr-defined]
+    "in a list": (lambda: _HELD[0]._factor, lambda value: setattr(_HELD[0], "_factor", value)),  # type: ignore[attr-defined]
+    "an exception": (lambda: _STOPPED.args[0], lambda value: setattr(_STOPPED, "args", (value,))),
+}
+
+
+@pytest.mark.parametrize("name", _BESIDE_FIELDS)
+def test_what_an_object_keeps_beside_its_fields_is_guarded(name: str) -> None:
+    read, write = _BESIDE_FIELDS[name]
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).square().mean() * read()
+
+    trainer = Trainer(TrainStep(model, loss_fn, adamw(model.parameters(), lr=1e-2)), "replay", warmup=1, audit_every=0)
+    for _ in range(4):
+        trainer.train_step({"x": torch.ones(2, 4)})
+    assert trainer.last_action == "replay"
+    write(2.0)
+    try:
+        with pytest.raises(GuardDriftError, match="since the capture"):
+            trainer.train_step({"x": torch.ones(2, 4)})
+    finally:
+        write(1.0)
