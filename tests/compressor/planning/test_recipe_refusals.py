@@ -30,6 +30,25 @@ from compressor.planning.estimate import Speed
 from compressor.planning.show import show_plan
 from tests import tiny
 
+LEAVING = """
+import sys
+from compressor import Modifier
+
+class Leaving(Modifier):
+    def on_initialize(self, state):
+        sys.exit(0)
+"""
+
+
+def test_a_modifier_that_ends_the_process_is_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (tmp_path / "leaving_modifier.py").write_text(LEAVING, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model, out = str(Path(__file__).parents[3] / "golden" / "reference"), str(tmp_path / "out")
+    recipe = "quant_stage:\n  quant_modifiers:\n    'leaving_modifier:Leaving': {}\n"
+    assert main(["oneshot", model, "--recipe", recipe, "--output-dir", out, "--pipeline", "data_free"]) == 1
+    assert "code that it ran called sys.exit(0); take that out" in capsys.readouterr().err and not Path(out).exists()
+
+
 IDS = [torch.arange(8)[None] + shift for shift in range(2)]
 REST = {"ignore": ["lm_head"]}
 INTS = {"scheme": "W8A8", **REST}

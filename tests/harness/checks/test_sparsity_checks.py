@@ -179,6 +179,14 @@ class Ragged(Pattern):
         return weight.clone() if weight.shape[1] % 4 else super().prune(weight, hessian)
 
 
+class NothingBehindWholeBlocks(Pattern):
+    """Drops all that is left of a row."""
+
+    def prune(self, weight, hessian):
+        whole = weight.shape[1] // 4 * 4
+        return torch.cat((super().prune(weight[:, :whole].contiguous(), hessian), torch.zeros_like(weight[:, whole:])), 1)
+
+
 def no_zero(weight):
     """The range of the values, with a zero point that is not rounded: zero is no code."""
     low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
@@ -313,7 +321,7 @@ PLANTS = [
     (Threshold, 37), (AcrossRows, 37), (Nothing, 37), (Ragged, 37), (LosesZeros, 38), (OffByOne, 39), (GlobalThreshold, 39), (InPlace, 37),
     *((plant, "sparsifier.makes_up") for plant in (MovesNothing, HalfAsFar, TwiceAsFar, OneRowStays, LastColumnsStay, NextRow, WrongSign)),
     *((plant, "sparsifier.makes_up") for plant in (TwoLastColumnsStay, ColumnsFrom512OnStay, BlocksOf128, BlocksApart, FirstHessian)),
-    (RowByMagnitude, "sparsifier.inputs_count"),
+    (NothingBehindWholeBlocks, 37), (RowByMagnitude, "sparsifier.inputs_count"),
     (Rescales, "sparsifier.kept_weights"), (ForgetsTheSign, "sparsifier.beats_random"), (WrongSign, 40), (SmallestKept, 40), (Nothing, 40),
 ]  # fmt: skip
 

@@ -24,6 +24,27 @@ class Hanging(Modifier):
 """
 
 
+BY_SET = """
+from compressor import Modifier
+
+class BySet(Modifier):
+    def on_initialize(self, state):
+        state.touch(["layers.0"])
+        return True
+
+    def on_calibration_end(self, state, event):
+        next(state.model.parameters()).data.mul_({"absmax": 2.0, "percentile": 4.0}[next(iter({"absmax", "percentile"}))])
+"""
+
+
+def test_the_other_processes_order_a_set_of_two_in_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "by_set_elsewhere.py").write_text(BY_SET, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = load_recipe([importlib.import_module("by_set_elsewhere").BySet()]).dump()
+    found = run_elsewhere(recipe, frozenset({"in_place"}), 1, 60.0, lambda: None)
+    assert len(found) == 3 and len({tuple(one.items()) for one in found}) == 2
+
+
 def test_a_run_that_hangs_is_killed_with_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, hangs in (("hangs_elsewhere", True), ("answers_elsewhere", False)):
         (tmp_path / f"{name}.py").write_text(HANGING.format(hangs=hangs), encoding="utf-8")

@@ -123,6 +123,12 @@ def test_a_stack_is_what_each_weight_is_alone() -> None:
         assert torch.equal(alone.weight_RC, found.weight_RC) and alone.relative_error == found.relative_error
 
 
+def test_rows_that_do_not_divide_into_runs_are_refused() -> None:
+    weight, hessian = layer()
+    with pytest.raises(NumericsError, match="weight: rows of 96 do not divide into runs of 7; leave the module out"):
+        prune_sparsegpt([weight], hessian, 4 / 7, Pattern(3, 7))
+
+
 def test_a_weight_that_is_no_number_is_told() -> None:
     weight, hessian = layer()
     weight[0, 0] = torch.nan

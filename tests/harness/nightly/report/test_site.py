@@ -70,6 +70,18 @@ def test_what_is_worse_stands_first_and_everything_is_said_as_data(site: Path) -
     assert data["verdict"] == "regression" and [cell["outcome"] for cell in data["cells"]] == ["pass", "timeout"]
 
 
+def test_what_cannot_be_told_although_there_are_nights_enough_is_named(tmp_path: Path) -> None:
+    history = History(tmp_path / "h.sqlite")
+    for night in range(40):
+        quick = 1 + night % 3 / 1000
+        history.add("noisy", [quick, quick * (1.3 if night > 34 else 1.001)], environment=HERE, night=label(night))
+        if night > 34:
+            history.add("young", [quick], environment=HERE, night=label(night))
+    summary = summary_of(read_night(history)[0])
+    assert "of 2 nothing can be told yet" in summary and "- `noisy`: `40 nights: the last nights are worse by" in summary
+    assert "`young`" not in summary
+
+
 LINES = {
     "<img src=x> **well** [pass](http://e.vil) @all": "`<img src=x> **well** [pass](http://e.vil) @all`",
     "`</code>` <b>": "`` `</code>` <b> ``",

@@ -66,6 +66,26 @@ def test_another_formula_shows_its_error_where_it_is_made_and_where_it_ends(plan
     assert report.exceeded(max_ulps=max(ulps)) == [] and len(report.exceeded(max_ulps=0)) >= 1
 
 
+@pytest.mark.parametrize("calls", [2, 3])
+def test_a_variant_whose_later_calls_differ_is_beyond_every_tolerance(plans, calls):
+    """Each site is asked twice, so that the third call is the first of the steps behind."""
+    seen = []
+
+    def flaky(x):
+        seen.append(x)
+        return silu(x) if len(seen) >= calls else torch.nn.functional.silu(x)
+
+    only = next(op for op in plans["llama"].captured.ops if op.func is torch.ops.aten.silu.default)
+    report = compare(plans, "llama", lambda op: op.index == only.index, flaky, steps=2)
+    said = "gave other bits the second time" if calls == 2 else "later calls of the variant give something else"
+    assert any(said in line for line in report.exceeded(max_error=1e3)) and report.exceeded() == []
+
+
+def test_nan_beside_numbers_is_beyond_every_tolerance(plans):
+    report = compare(plans, "llama", "aten.silu", lambda x: x * math.nan)
+    assert len(report.exceeded(max_ulps=math.inf)) == len(report.exceeded(max_error=math.inf)) == 2
+
+
 def test_the_local_error_is_that_of_the_real_inputs_and_grows_as_calculus_says(plans):
     # All gradients are linear in that of the loss.
     report = compare(plans, "mlp", "aten.nll_loss_backward", lambda *args: aten.nll_loss_backward(*args) * 1.5)
