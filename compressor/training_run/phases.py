@@ -176,16 +176,21 @@ class TrainingRun:
         self.length = self.num_steps if settings.unit == "steps" else self.num_steps / self.order.steps_per_epoch
         self.monitor.end_phase("data")
 
+    def _data_notes(self) -> list[str]:
+        """What of the rows was not read, or is not learnt."""
+        given = {"dataset": self.data} | ({} if self.eval_data is None else {"eval_dataset": self.eval_data})
+        notes = [
+            f"{name}: {data.num_without_target} blocks in which a loss_mask leaves no target are left out"
+            for name, data in given.items()
+            if data.num_without_target
+        ]
+        if unread := sorted(frozenset().union(*(data.unread_masks for data in given.values()))):
+            notes.append(f"{', '.join(unread)} of the rows is not read, and all tokens are learnt; a loss_mask (1: learnt) says which are")
+        return notes
+
     def train(self) -> TrainResult:
         """Make the steps, end the session, save."""
-        notes = [*self.loaded.notes, *check_recipe(self.modifiers, self.length, self.settings.unit)]
-        if unread := sorted(self.data.unread_masks | (frozenset() if self.eval_data is None else self.eval_data.unread_masks)):
-            notes.append(f"{', '.join(unread)} of the rows is not read, and all tokens are learnt; a loss_mask (1: learnt) says which are")
-        notes += [
-            f"{name}: {data.num_without_target} blocks in which a loss_mask leaves no target are left out"
-            for name, data in (("dataset", self.data), ("eval_dataset", self.eval_data))
-            if data is not None and data.num_without_target
-        ]
+        notes = [*self.loaded.notes, *check_recipe(self.modifiers, self.length, self.settings.unit), *self._data_notes()]
         notes += saving_notes(self.loaded, self.settings.save_dtype)
         run = training_fingerprint(
             self.identity, self.recipe, self.data, self.eval_data, self.seed, self.settings, self.num_steps, self.device

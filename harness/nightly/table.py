@@ -49,7 +49,7 @@ def show_night(found: Night) -> None:
     table = plain_table(("cell", "outcome", "seconds", "GiB", "found"), rows, is_lined=True)
     worse = [f"{one.metric}: {one.summary}" for one in found.judgements if one.verdict is Verdict.REGRESSION]
     few = [one for one in found.judgements if one.verdict is Verdict.INCONCLUSIVE]
-    unsure = [f"{one.metric}: {one.summary}" for one in few if one.noise > 0]  # the others have too few nights yet
+    unsure = [f"{one.metric}: {one.summary}" for one in few if one.is_long]
     unsure += [f"of {len(few)} of {len(found.judgements)} metrics nothing can be told yet"] if few else []
     resumed = [f"{found.resumed} cells had been done before"] if found.resumed else []
     _print(table, *worse, *unsure, *resumed, f"{found.night} at {found.revision[:12] or 'an unknown revision'}: {found.verdict.value}")

@@ -46,7 +46,8 @@ class Judgement:
         num_nights: in the series that was judged, which is that of one environment.
         changes: for the worse, oldest first.
         noise: standard deviation between nights, of a paired metric between samples of sequences, relative; nan where there are too few.
-        detectable: the smallest step that ten further nights, of a paired metric one, show with a power of 80 %, relative; nan likewise.
+        detectable: the smallest step that ten further nights, of a paired metric one, show with a power of 80 %, relative; nan likewise,
+            and where repetitions hide what nights would tell.
     """
 
     metric: str
@@ -56,6 +57,11 @@ class Judgement:
     changes: tuple[Change, ...]
     noise: float
     detectable: float
+
+    @property
+    def is_long(self) -> bool:
+        """Whether there are nights enough: one that cannot tell all the same may hide a loss."""
+        return not math.isnan(self.noise)
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types; what is unknown is None."""

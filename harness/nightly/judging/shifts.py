@@ -233,7 +233,7 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     # Repetitions that differ alike in all nights, as where the first is cold, say nothing of the nights: what is more than before counts.
     usual = max(spread, median(nights.errors_N[:place]))
     own, degrees = max(spread, _noise(after_K)[1]), _degrees(len(kept_E), correlation)
-    if len(after_K) < _KNOWN_AFTER:  # then nights themselves say how much they differ
+    if len(after_K) < _KNOWN_AFTER:  # from so many on, nights themselves say how much they differ
         own = max(own, median(nights.errors_N[place:]) * spread / usual)
     for noise, count in ((_noise(after_K)[1], len(after_K)), (_winsorized(before_M[-_RECENT:])[1], _RECENT)):
         own = max(own, noise) if noise > _NOISIER * spread else own

@@ -107,8 +107,7 @@ def summary_of(night: Night) -> str:
     head = f"**{night.verdict.value}**, night {code_span(night.night)}{f' at {code_span(night.revision[:12])}' if night.revision else ''}: "
     head += f"{passed} of {len(night.rows)} cells passed; {len(worse)} of {len(night.judgements)} metrics are worse"
     head += f", of {len(few)} nothing can be told yet." if few else "."
-    # What is too short yet is counted; what cannot be told although there are nights enough may be a loss.
-    lines = [f"- {code_span(one.metric)}: {code_span(one.summary)}" for one in (*worse, *(one for one in few if one.noise > 0))]
+    lines = [f"- {code_span(one.metric)}: {code_span(one.summary)}" for one in (*worse, *(one for one in few if one.is_long))]
     for row in not_passed:
         how = f"{row.outcome}{' (quarantined)' if row.cell in night.flaky else ''}"
         lines.append(": ".join(filter(None, (f"- {code_span(row.cell)}", how, code_span(row.summary)))))
