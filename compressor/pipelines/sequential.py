@@ -267,12 +267,7 @@ def _open_store(state: State, plan: Plan, settings: SequentialSettings, weights_
     chosen = settings.activation_choices
     if plan.engine == "graph":
         return open_store(state.model, state.device, weights_wait=weights_wait, sharers=state.ranks.on_host, **chosen)  # type: ignore[arg-type]
-    if chosen:
-        name, value = next(iter(chosen.items()))
-        raise TracingError(
-            f"{name}: {str(value)!r} was given, but the suspend engine keeps activations in paused forwards, where they cannot be moved "
-            f"({plan.why}); leave it out, or choose what the graph engine can follow"
-        )
+    settings.refuse_budgets(plan.why)
     return nullcontext()
 
 

@@ -60,12 +60,14 @@ class SequentialSettings:
         """Check the choices.
 
         Raises:
-            TracingError: no such engine or way to verify, less than one variant, or passes that something else rules out.
+            TracingError: no such engine or way to verify, less than one variant, or passes or a budget that something else rules out.
             UserInputError: a size that is none.
             OutputError: the folder is missing or not writable.
         """
         check_tracing_options(self.engine, self.verify, self.max_variants)
         _check_passes(self)
+        if self.engine == "suspend":
+            self.refuse_budgets("engine='suspend' was asked for")
         for name in ("activation_memory", "activation_device_memory"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), name)
@@ -89,6 +91,21 @@ class SequentialSettings:
         """What the user chose about activations, without what was left to us."""
         chosen = {name: getattr(self, name) for name in ("activation_memory", "activation_device_memory", "offload_dir")}
         return {name: value for name, value in chosen.items() if value is not None}
+
+    def refuse_budgets(self, why: str) -> None:
+        """Refuse choices about activations, for an engine that cannot move them.
+
+        Args:
+            why: the suspend engine runs, in a line.
+
+        Raises:
+            TracingError: something was chosen.
+        """
+        for name, value in self.activation_choices.items():
+            raise TracingError(
+                f"{name}: {str(value)!r} was given, but the suspend engine keeps activations in paused forwards, where they cannot be "
+                f"moved ({why}); leave it out, or choose what the graph engine can follow"
+            )
 
     def refuse_without_use(self, pipeline: str) -> None:
         """Refuse choices for a pipeline that has no sequential targets.

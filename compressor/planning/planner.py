@@ -47,7 +47,7 @@ from compressor.planning.conversion import Conversion, estimate_conversion
 from compressor.planning.estimate import Estimate, Fit, fit_into, measure_speed
 from compressor.planning.footprint import Footprint, measure_footprints
 from compressor.planning.inner import foresee_inner
-from compressor.planning.refusals import CANNOT_FOLLOW, left_to_forwards, refuse_recipe, reshaped, try_forward
+from compressor.planning.refusals import CANNOT_FOLLOW, left_to_forwards, refuse_budget, refuse_recipe, reshaped, try_forward
 from compressor.planning.stages import Setting, lay_out
 from compressor.planning.workload import (
     Batches,
@@ -231,6 +231,8 @@ def plan_recipe(model: str | Path | nn.Module, parsed: Recipe, settings: PlanSet
             attention = _attention(skeleton, parsed.modifiers)
             unwritable, notes = _readers(skeleton, parsed.modifiers, model if isinstance(model, nn.Module) else skeleton)
             made = _estimated(skeleton, parsed, chosen, settings, setting, of_all, None if in_memory else device)
+            if not on_gpu:  # which takes a part of them that a plan cannot know
+                refuse_budget(settings, made.estimate.offload_bytes)
             tried = try_forward(skeleton, parsed.modifiers, lambda: _Following(skeleton, batches)((), ()))
         finally:
             experts.restore()

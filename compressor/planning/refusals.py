@@ -14,9 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, UserInputError
 from compressor.lifecycle import Flags, Modifier, Session, State
 from compressor.pipelines.settings import check_base_stream
+from compressor.settings.verbs import PlanSettings
 from compressor.tracing import Engine
 
 # What a model or a modifier raises that asks for a value nobody has here, or that needs other inputs than token ids.
@@ -81,6 +82,23 @@ def reshaped(skeleton: nn.Module, modifiers: Sequence[Modifier]) -> Iterator[Non
         yield
     finally:
         state.restore_originals()
+
+
+def refuse_budget(settings: PlanSettings, missing_bytes: int) -> None:
+    """Refuse activations that are granted no place, which a run would find at its first stage that is too large.
+
+    Args:
+        settings: of the plan.
+        missing_bytes: the most that activations need beyond their budget, estimated.
+
+    Raises:
+        UserInputError: there is no folder for them.
+    """
+    if missing_bytes and settings.offload_dir is None:
+        raise UserInputError(
+            f"activation_memory: {settings.activation_memory!r} was given, and about {missing_bytes:,} bytes more are live between layers "
+            "at once (estimate); raise it, name an offload_dir for the rest, or take fewer or shorter samples"
+        )
 
 
 def refuse_recipe(skeleton: nn.Module, modifiers: Sequence[Modifier], pipeline: str, engine: Engine) -> str | None:

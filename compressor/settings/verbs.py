@@ -127,6 +127,8 @@ class CostSettings(RecipeSettings, TracingSettings, PassSettings, LoadSettings):
     """`data_free`, `basic` or `sequential`; by default what the modifiers need, or what sequential targets that are named ask for."""
     activation_memory: Annotated[Memory | None, Option(metavar="SIZE")] = None
     """Main memory for what is live between layers, such as `4GB`; by default three quarters of what is free."""
+    offload_dir: Annotated[PathLike | None, Option(metavar="DIR")] = None
+    """Folder for activations that fit into no memory that they may take; without one that is an error."""
     device: Annotated[Device, Option()] = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`; a model in memory stays where it is."""
     dtype: Annotated[Dtype, Option(choices=DTYPES)] = "auto"
@@ -220,8 +222,6 @@ class OneshotSettings(CostSettings, RecordSettings, DataSettings, TrackSettings)
     """False calibrates each layer on what the layers before it gave before they were compressed."""
     activation_device_memory: Annotated[Memory | None, Option(metavar="SIZE")] = None
     """GPU memory for activations, filled first; by default two fifths of what is free, or a tenth where layers come there one by one."""
-    offload_dir: Annotated[PathLike | None, Option(metavar="DIR")] = None
-    """Folder for activations that fit in neither; without one that is an error."""
     sequential_offload_device: Annotated[OffloadDevice | None, Option()] = None
     """Where weights wait for their layer's turn on a GPU: `cpu`, main memory, or `none`: all are moved first; by default `cpu` where they
     would take more than half of what is free on it."""

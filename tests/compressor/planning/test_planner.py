@@ -320,11 +320,14 @@ def test_options_show(folder: Path) -> None:
     assert more.seconds > plain.estimate.seconds and more.peak_bytes > plain.estimate.peak_bytes
     small, large = make(folder, batch_size=1), make(folder, batch_size=64)
     assert small.estimate.stages[0].temporaries_bytes < large.estimate.stages[0].temporaries_bytes
-    granted = make(folder, batch_size=8, activation_memory="200kB").estimate
+    granted = make(folder, batch_size=8, activation_memory="200kB", offload_dir=folder).estimate
     assert granted.offload_bytes == layer(plain).activations_bytes - 64 * 64 * 8 - 200_000
     assert granted.peak_bytes < plain.estimate.peak_bytes and plain.estimate.offload_bytes == 0
     with pytest.raises(UserInputError, match="activation_memory: 'x' is no size"):
         make(folder, activation_memory="x")
+    with pytest.raises(UserInputError, match=f"activation_memory: '200kB' was given, and about {granted.offload_bytes:,} bytes more"):
+        make(folder, batch_size=8, activation_memory="200kB")
+    assert make(folder, batch_size=8, activation_memory="200kB", device_memory="1GB").estimate.offload_bytes > 0  # a GPU takes a part
 
 
 def test_a_model_in_memory_is_planned_without_a_copy_of_its_weights(folder: Path) -> None:
@@ -414,7 +417,8 @@ def test_what_calibrates_in_one_go_keeps_what_it_made_until_the_end_too(folder: 
 
 def test_the_command_prints_stages_and_takes_the_options_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", str(folder), "--recipe", json.dumps(RECIPE), "--num-calibration-samples", "63", "--device", "cpu"]
-    assert main([*command, "--batch-size", "4", "--engine", "suspend", "--dtype", "float32", "--activation-memory", "100kB"]) == 0
+    granted = ["--activation-memory", "100kB", "--offload-dir", str(folder)]
+    assert main([*command, "--batch-size", "4", "--passes", "two", "--dtype", "float32", *granted]) == 0
     printed = capsys.readouterr().out
     for words in (
         "Peak memory by stage",

@@ -134,6 +134,8 @@ CHOICES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "passes without data": ({"passes": "two"}, DATA_FREE, "the data_free pipeline traces nothing"),
     "targets without data": ({"sequential_targets": ["LlamaDecoderLayer"]}, DATA_FREE, "the data_free pipeline has none"),
     "memory without data": ({"activation_memory": "1GB"}, DATA_FREE, "the data_free pipeline traces nothing"),
+    "memory for paused forwards": ({"activation_memory": "1GB", "engine": "suspend"}, GPTQ, "the suspend engine keeps activations"),
+    "a folder for paused forwards": ({"offload_dir": ".", "engine": "suspend"}, GPTQ, "the suspend engine keeps activations"),
     "no sample": ({"num_calibration_samples": 0}, GPTQ, "num_calibration_samples: 0 is not positive"),
     "no sequence": ({"batch_size": 0}, GPTQ, "batch_size: 0 is not positive"),
 }
