@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from compressor.cli import resumed_lines
 from compressor.console import add_verbosity
 from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         own = {"output_dir": str(result.output_dir), "seconds": result.seconds, "resumed": result.resumed}
         print(to_json({**result.record, **own, "phases": [asdict(lap) for lap in result.phases]}), end="")
     else:
-        _print(result)
+        _print(result, resumed_lines(args.resume, result.resumed))
     return 0
 
 
@@ -54,7 +56,7 @@ def _convert(args: argparse.Namespace) -> ConvertResult:
     return model_free(args.model, **chosen(args, ConvertSettings))
 
 
-def _print(result: ConvertResult) -> None:
+def _print(result: ConvertResult, resumed: Sequence[str]) -> None:
     from compressor.console import Console
 
     console = Console(soft_wrap=True, highlight=False)
@@ -65,7 +67,7 @@ def _print(result: ConvertResult) -> None:
         console.print(f"converted:  {len(errors)} modules to {scheme}, relative errors {min(errors):.2e} to {max(errors):.2e}")
     for note in result.report.notes:
         console.print(f"note:       {note}")
-    if result.resumed is not None:
-        console.print(result.resumed)
+    for line in resumed:
+        console.print(line)
     console.print(", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items()))
     console.print(f"checkpoint: {result.output_dir}")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compressor.cli import convert, inspect, mappings, trace, train
+from compressor.cli import convert, inspect, mappings, resumed_lines, trace, train
 from compressor.console import Parser, add_completion, add_verbosity, logged, with_output
 from compressor.distributed.launch import is_first_rank, num_ranks
 from compressor.errors import AlreadyDoneError, CompressorError, RankError
@@ -163,7 +163,7 @@ def _run_oneshot(args: argparse.Namespace) -> int:
         laps = {name: [asdict(lap) for lap in getattr(result, name)] for name in ("phases", "stages")}
         print(to_json({**result.record, **own, **laps}), end="")
     else:
-        _print_result(result)
+        _print_result(result, resumed_lines(args.resume, result.resumed))
     return EXIT_OK
 
 
@@ -175,7 +175,7 @@ def _oneshot(args: argparse.Namespace) -> OneshotResult:
         return oneshot(args.model, **chosen(args, OneshotSettings))
 
 
-def _print_result(result: OneshotResult) -> None:
+def _print_result(result: OneshotResult, resumed: Sequence[str]) -> None:
     from rich.table import Table
 
     from compressor.console import Console
@@ -192,8 +192,8 @@ def _print_result(result: OneshotResult) -> None:
         console.print(f"fallback: {fallback.module}: {fallback.kind}: {fallback.detail}", style="yellow")
     for note in result.report.notes:
         console.print(f"note: {note}", soft_wrap=True)
-    if result.resumed is not None:
-        console.print(result.resumed)
+    for line in resumed:
+        console.print(line)
     seconds = ", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items())
     console.print(f"{len(result.report.modules)} modules compressed, {len(result.report.fallbacks)} fallbacks; {seconds}")
     console.print(f"checkpoint: {result.output_dir}", soft_wrap=True)

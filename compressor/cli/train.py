@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from compressor.cli import resumed_lines
 from compressor.console import add_verbosity
 from compressor.json_text import to_json
 from compressor.settings.options import add_options, chosen
@@ -96,8 +97,7 @@ def _lines(args: argparse.Namespace, result: TrainResult) -> list[str]:
         lines.append(f"zeros:      {training['sparsity']['all']:.1%} of all matrices")
     lines += [f"fallback:   {fallback.module}: {fallback.kind}: {fallback.detail}" for fallback in result.report.fallbacks]
     lines += [f"note:       {note}" for note in result.report.notes]
-    if result.resumed is not None:
-        lines.append(result.resumed)
+    lines += resumed_lines(args.resume, result.resumed)
     lines.append(", ".join(f"{phase} {value:.1f} s" for phase, value in result.seconds.items()))
     lines.append(f"checkpoint: {args.output_dir}")
     return lines

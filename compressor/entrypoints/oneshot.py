@@ -140,9 +140,9 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     device, base = _place_and_hash(loaded, settings, _all_layers_at_once(parsed, chosen), ranks)
     # Before anything is done to it; of a folder the first rank alone reads all files.
     identity = model_identity(loaded, base, words.saved) if ranks.is_first or loaded.source_dir is None else {}
-    untied = () if settings.tie_word_embeddings else untie(loaded)
+    notes += _untie_and_note(loaded, settings, device)
     monitor.end_phase("load")
-    report, kept = Report(notes=[*notes, *untied]), loaded.from_memory
+    report, kept = Report(notes=notes), loaded.from_memory
     state = State(loaded.model, device, settings.seed, report, has_steps=False, keep_originals=kept)
     state.progress, state.monitor, state.ranks, ranks.device = bars, monitor, ranks, state.device
     with ExitStack() as held:
@@ -185,6 +185,14 @@ def _compress(model: str | Path | nn.Module, settings: OneshotSettings, ranks: R
     report.notes += monitor.trackers.notes
     folder = None if written is None else Path(written)
     return _result(loaded, words.saved, state.report, record, folder, monitor, journal.summary)
+
+
+def _untie_and_note(loaded: LoadedModel, settings: OneshotSettings, device: torch.device) -> list[str]:
+    """Give the head weights of its own where that was asked for; say what of this and of the device changes nothing. Changes the model."""
+    notes = [] if settings.tie_word_embeddings else [untie(loaded)]
+    if settings.sequential_offload_device == "cpu" and device.type == "cpu":
+        notes.append("sequential_offload_device: 'cpu' was given, and the run takes place there: weights wait where they lie")
+    return notes
 
 
 def _refuse_other_work(ranks: Ranks, run: Fingerprint, loaded: LoadedModel) -> None:

@@ -70,7 +70,7 @@ def read_document(source: str | Path | Mapping[str, Any] | Sequence[Any]) -> Doc
         return _read_file(source)
     if not isinstance(source, str):
         return Document(source)
-    if _is_file(source):
+    if _exists(source):
         return _read_file(Path(source))
     if "\n" not in source and source.lower().endswith(RECIPE_SUFFIXES):
         raise RecipeError(f"{source}: there is no such recipe file; {_similar_files(Path(source))}")
@@ -80,9 +80,9 @@ def read_document(source: str | Path | Mapping[str, Any] | Sequence[Any]) -> Doc
     return document
 
 
-def _is_file(text: str) -> bool:
+def _exists(text: str) -> bool:
     try:
-        return Path(text).is_file()
+        return Path(text).exists()
     except OSError:  # longer than a file name can be: a text
         return False
 
@@ -96,6 +96,9 @@ def _similar_files(path: Path) -> str:
 
 
 def _read_file(path: Path) -> Document:
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "a pipe or device, which gives its text once, and a recipe is read more than once"
+        raise RecipeError(f"{path}: is {what}; give the path of a file")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:

@@ -345,3 +345,8 @@ def test_what_says_nothing_of_the_quantization_config_lets_nothing_pass(
     record = json.loads(path.read_text())
     path.unlink() if change is None else (change(record), path.write_text(json.dumps(record)))
     assert check_quantization_config(path.parent, {}).outcome == ("skip" if change is None else "inconclusive")
+
+
+def test_a_config_that_cannot_be_read_is_unknown_not_absent(sound: Callable[..., Path]) -> None:
+    unread = check_quantization_config(sound("W4A16"), None)
+    assert unread.outcome == "inconclusive" and "config.json cannot be read" in unread.summary

@@ -194,7 +194,9 @@ def test_a_real_command_killed_by_sigkill_goes_on(tmp_path: Path, repo_root: Pat
     assert "holds a training that did not end" in capsys.readouterr().err
     assert main([*command, str(tmp_path / "o"), "--resume"]) == 0
     assert "resumed after step" in capsys.readouterr().out
-    assert main([*command, str(tmp_path / "whole")]) == 0
+    assert main([*command, str(tmp_path / "whole")]) == 0 and "to resume" not in capsys.readouterr().out
+    assert main([*command, str(tmp_path / "fresh"), "--resume"]) == 0
+    assert "nothing of an earlier run was there to resume: begun at the beginning" in capsys.readouterr().out
     assert digest(tmp_path / "o") == digest(tmp_path / "whole")
     capsys.readouterr()
     assert main([*command, str(tmp_path / "o"), "--resume", "--json"]) == 0

@@ -305,7 +305,8 @@ def resolve_class(model_class: str | type | None) -> Any:
         return model_class
     name = _DEFAULT_CLASS if model_class is None else model_class
     found = getattr(transformers, name, None)
-    if not hasattr(found, "from_pretrained"):
+    makes_models = hasattr(found, "from_config") or (isinstance(found, type) and issubclass(found, nn.Module))  # no config, no tokenizer
+    if not (makes_models and hasattr(found, "from_pretrained")):
         near = nearest(name, dir(transformers), count=3)
         hint = f" (nearest: {', '.join(near)})" if near else ""
         raise ModelError(f"model_class: {name!r} is no model class of transformers{hint}; name one, such as AutoModel")
@@ -447,14 +448,14 @@ def _refuse_lazy(model: nn.Module) -> None:
         raise ModelError(f"{type(model).__name__}: {some(lazy)}: a lazy layer has no shape yet; call the model on a batch first")
 
 
-def untie(loaded: LoadedModel) -> tuple[str, ...]:
+def untie(loaded: LoadedModel) -> str:
     """Give an output layer that shares the weights of the embeddings weights of its own. Changes the model and its config.
 
     Args:
         loaded: from a folder.
 
     Returns:
-        A note for the report; none where nothing was tied.
+        A note for the report.
 
     Raises:
         ModelError: the model came from memory, where others may hold on to the tie.
@@ -464,14 +465,14 @@ def untie(loaded: LoadedModel) -> tuple[str, ...]:
     model: Any = loaded.model
     head, table = ends_of(model)
     if head is None or table is None or head.weight is not table.weight:
-        return ()
+        return "tie_word_embeddings: False was given, and the output layer shares no weights with the embeddings: nothing was untied"
     head.weight = nn.Parameter(table.weight.detach().clone(), requires_grad=table.weight.requires_grad)
     for part in {id(one): one for one in (model.config, text_config(model.config))}.values():
         part.tie_word_embeddings = False
     model.all_tied_weights_keys = {
         name: tied for name, tied in model.all_tied_weights_keys.items() if model.get_submodule(name.rpartition(".")[0]) is not head
     }
-    return ("the output layer has weights of its own now (tie_word_embeddings)",)
+    return "the output layer has weights of its own now (tie_word_embeddings)"
 
 
 def remedy(error: BaseException, otherwise: str = "check its files, or name another class with model_class") -> str:

@@ -112,10 +112,12 @@ def check_quantization_config(folder: Path, config: Mapping[str, Any] | None) ->
     record = read_record(folder)
     if record is None:
         return CONFIG.skipped(f"there is no {RECORD_FILE} that can be read; what leaves no tensor (dynamic inputs) is taken on trust")
+    if config is None:
+        return CONFIG.record(Outcome.INCONCLUSIVE, "config.json cannot be read, so nothing says what was left of it; see what refuses it")
     if "quantization_config" not in record:
         why = f"{RECORD_FILE} names no quantization_config, so nothing says what was written; compress again"
         return CONFIG.record(Outcome.INCONCLUSIVE, why)
-    noted, found = _leaves(record["quantization_config"]), _leaves((config or {}).get("quantization_config"))
+    noted, found = _leaves(record["quantization_config"]), _leaves(config.get("quantization_config"))
     keys = sorted(key for key in noted.keys() | found.keys() if noted.get(key) != found.get(key))
     findings = [f"{key or 'quantization_config'}: is {_told(found, key)}, was written as {_told(noted, key)}" for key in keys]
     return CONFIG.found(findings, f"{len(noted)} entries as written", noun="other value")

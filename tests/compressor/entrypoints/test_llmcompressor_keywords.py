@@ -301,6 +301,13 @@ def test_untied_heads_are_weights_of_their_own_in_the_checkpoint(tmp_path: Path)
         oneshot(LlamaForCausalLM.from_pretrained(folder), recipe=QuantizationModifier(scheme="W8A16"), tie_word_embeddings=False)
 
 
+def test_choices_that_change_nothing_are_said(tmp_path: Path) -> None:
+    folder, recipe = _llama(tmp_path / "m"), QuantizationModifier(scheme="W8A16", targets=["Linear"])
+    told = oneshot(folder, recipe=recipe, tie_word_embeddings=False, sequential_offload_device="cpu", device="cpu").report.notes
+    plain = oneshot(folder, recipe=QuantizationModifier(scheme="W8A16", targets=["Linear"]), device="cpu").report.notes
+    assert [note.partition(":")[0] for note in told if note not in plain] == ["tie_word_embeddings", "sequential_offload_device"]
+
+
 def test_an_untied_model_is_left_as_it_is(tmp_path: Path) -> None:
     folder = _llama(tmp_path / "m")
     for name, tie in (("a", True), ("b", False)):

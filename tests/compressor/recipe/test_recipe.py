@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -564,11 +565,12 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path: Path) -> None:
             load_recipe(source)
 
 
-def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="cannot be read"):
-        load_recipe(tmp_path)
-    with pytest.raises(RecipeError, match="neither an existing file"):
-        load_recipe(str(tmp_path))
+@pytest.mark.parametrize("form", [Path, str])
+def test_folders_and_devices_are_no_recipes(form: Callable[[Path], str | Path], tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"{tmp_path}: is a folder; give the path of a file"):
+        load_recipe(form(tmp_path))
+    with pytest.raises(RecipeError, match="/dev/null: is a pipe or device, which gives its text once"):
+        load_recipe(form(Path(os.devnull)))
 
 
 def test_a_text_that_ends_like_a_file_name_is_a_text() -> None:
