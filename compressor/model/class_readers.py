@@ -405,7 +405,8 @@ def class_twin(model: nn.Module, settings: Mapping[tuple[str, ...], Any] | None 
     from transformers import PreTrainedModel
     from transformers.initialization import no_init_weights
 
-    from compressor.model.loading.load import parameters_on_meta, quiet_transformers
+    from compressor.model.loading.buffers import parameters_on_meta, recompute_buffers
+    from compressor.model.loading.load import quiet_transformers
 
     if not isinstance(model, PreTrainedModel):
         return None
@@ -418,9 +419,12 @@ def class_twin(model: nn.Module, settings: Mapping[tuple[str, ...], Any] | None 
                 for step in path:
                     holder = getattr(holder, step)
                 setattr(holder, name, value)
-            return type(model)._from_config(config, dtype=model.dtype) if with_buffers else type(model)(config)
+            twin: nn.Module = type(model)._from_config(config, dtype=model.dtype) if with_buffers else type(model)(config)
+        if with_buffers:
+            recompute_buffers(twin)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, ImportError):
         return None
+    return twin
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -25,11 +25,11 @@ from compressor.model.checkpoints.save import RECORD_FILE
 from compressor.model.experts.format import plain_names
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import check_weight_files, one_line, read_config, read_json, resolve_folder, some, weight_files
+from compressor.model.loading.buffers import parameters_on_meta, recompute_buffers
 from compressor.model.loading.load import (
     DTYPES,
     LOAD_ERRORS,
     check_class,
-    parameters_on_meta,
     quiet_transformers,
     read_generation_config,
     resolve_class,
@@ -252,6 +252,7 @@ def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | typ
             f"{folder}: its config gives no model ({one_line(error)}); check config.json, or name model_class{_said_class(config)}"
         ) from error
     _keep_in_float32(model, dtype)
+    recompute_buffers(model)
     return model
 
 

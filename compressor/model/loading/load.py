@@ -270,23 +270,6 @@ def check_in_memory(
         raise ModelError(f"{where}: {empty} is on the meta device and has no values; load the weights first")
 
 
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Register parameters on the meta device, so that their memory is given back at once; buffers, which are computed, stay real."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-        register(module, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
 def resolve_class(model_class: str | type | None) -> Any:
     """Find a class of transformers to load with.
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from transformers import AutoModelForCausalLM
 
 from compressor import QuantizationModifier, load_compressed, oneshot
 from compressor.errors import CheckpointError, ModelError, SchemeError, TargetError
@@ -229,6 +230,22 @@ def test_a_tower_that_cannot_read_its_layers_is_said_as_its_class(name, owner, t
             type(model).from_pretrained(tmp_path / "out")
     else:
         type(model).from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["gptj", "codegen", "llama", "gemma3"])
+def test_computed_buffers_are_as_exact_as_where_transformers_loads_them(name, dtype, token_ids, tmp_path):
+    """GPT-J computes its positions in the constructor, in torch's default dtype."""
+    zoo()[name].build(0).to(dtype).save_pretrained(tmp_path / "base")
+    weights = {"num_bits": 8, "strategy": "channel"}
+    scheme = QuantizationModifier(config_groups={"g": {"targets": ["Linear"], "weights": weights}}, ignore=["lm_head"])
+    oneshot(tmp_path / "base", recipe=scheme, output_dir=tmp_path / "out")
+    loaded, base = load_compressed(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    own, theirs = dict(loaded.named_buffers()), dict(base.named_buffers())
+    assert theirs and all(own[key].dtype == value.dtype and torch.equal(own[key], value) for key, value in theirs.items())
+    assert torch.equal(logits(loaded, token_ids % 64), transformers_logits(tmp_path / "out", token_ids % 64))
+    again = QuantizationModifier(config_groups={"g": {"targets": ["Linear"], "weights": weights}}, ignore=["lm_head"])
+    assert not oneshot(base, recipe=again, output_dir=tmp_path / "from_memory").report.notes
 
 
 def test_a_head_that_the_config_calls_tied_and_that_differs_is_not_quantized(make_model, token_ids, tmp_path):
