@@ -95,7 +95,8 @@ class PartialRun:
         with suppress(CheckpointError):  # the error that is on its way says more; what is not noted is done again
             self._write_down()
         if error is not None and self._num_noted:
-            error.add_note(f"{self._num_noted} of {self._total} parts are kept in {self._folder.path}; go on with --resume")
+            kept = f"{self._num_noted} of {self._total} parts are kept in {self._folder.path}"
+            error.add_note(f"{kept}; the same command with --resume (resume=True) goes on from there")
         elif error is not None:
             self._folder.clear()
         self._folder.give_up()

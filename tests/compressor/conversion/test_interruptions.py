@@ -67,7 +67,7 @@ def test_a_run_goes_on_wherever_it_stopped(
         with pytest.raises(_Stop) as stopped:
             model_free(base("dense"), output_dir=out, progress=_Bar(steps), **_ASKED)
         kept = steps + 1
-        assert f"{kept} of 24 parts are kept in {run}; go on with --resume" in "".join(stopped.value.__notes__)
+        assert f"{kept} of 24 parts are kept in {run}; the same command with --resume" in "".join(stopped.value.__notes__)
         assert not out.exists()
         with pytest.raises(ResumeError, match=f"{kept} of 24 parts are finished.*--resume"):
             model_free(base("dense"), output_dir=out, **_ASKED)
@@ -242,7 +242,8 @@ def test_sigterm_ends_the_command_with_a_word_on_what_is_kept(
         signal.signal(signal.SIGINT, usual)
     assert code == 130 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("compressor convert: interrupted; 3 of ") and said.endswith("go on with --resume")
+    assert said.startswith("compressor convert: interrupted; 3 of ")
+    assert said.endswith("the same command with --resume (resume=True) goes on from there")
 
 
 @pytest.mark.nightly
