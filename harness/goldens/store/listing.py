@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from compressor.json_text import from_json
 from compressor.settings.kinds import Flag
 from compressor.spelling import suggest
 from harness.errors import GoldenError
-from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, Words, read_manifest, tensors_data
+from harness.goldens.store.manifest import GoldenEntry, Manifest, TensorEntry, Variant, Words, read_manifest, tensors_data
 from harness.goldens.store.paths import MANIFEST, SUFFIX, folder_of
 from harness.settings_file import read_as
 
@@ -125,7 +126,34 @@ def state_of_file(folder: Path, variant: Variant) -> str:
         data = (folder / variant.file).read_bytes()
     except OSError:
         return "file missing"
-    return "ok" if hashlib.sha256(data).hexdigest() == variant.sha256 else "file differs from manifest"
+    return "ok" if hashlib.sha256(data).hexdigest() == variant.sha256 and _lists(variant, data) else "file differs from manifest"
+
+
+# Names of dtypes in manifests, and in headers of safetensors; the bytes of others are kept as one row of uint8. No torch.
+_STORED_AS = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
+_STORED_AS |= {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
+_STORED_AS |= {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8"}
+
+
+def _lists(variant: Variant, data: bytes) -> bool:
+    """Whether a manifest lists the very tensors that a file holds, as whoever reads it checks, too."""
+    begin = 8 + int.from_bytes(data[:8], "little")
+    try:
+        held = {name: one for name, one in from_json(data[8:begin].decode()).items() if name != "__metadata__"}
+        ranges = {name: slice(*(begin + at for at in one["data_offsets"])) for name, one in held.items()}
+        forms = {name: (one["dtype"], one["shape"]) for name, one in held.items()}
+    except (ValueError, LookupError, TypeError, AttributeError):  # a file of another kind, which some manifest describes
+        return False
+    if forms.keys() != variant.tensors.keys():
+        return False
+    return all(_is_entry(entry, *forms[name], data[ranges[name]]) for name, entry in variant.tensors.items())
+
+
+def _is_entry(entry: TensorEntry, dtype: str, shape: Sequence[int], data: bytes) -> bool:
+    count = math.prod(entry.shape)
+    form = (dtype, shape) == (_STORED_AS.get(entry.dtype), entry.shape)
+    as_bytes = entry.dtype not in _STORED_AS and (dtype, shape) == ("U8", [len(data)]) and len(data) % max(count, 1) == 0
+    return (form or as_bytes) and hashlib.sha256(data).hexdigest() == entry.sha256
 
 
 def explain(entry: GoldenEntry) -> tuple[dict[str, Any], list[str]]:

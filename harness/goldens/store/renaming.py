@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.errors import GoldenError
+from harness.goldens.store.listing import state_of_file
 from harness.goldens.store.manifest import GoldenEntry, Manifest, Variant, read_anywhere
 from harness.goldens.store.paths import MANIFEST, SUFFIX, file_name, folder_of
 from harness.goldens.store.writer import locked, replace_files
@@ -78,7 +78,7 @@ def _moves(manifest: Manifest, entry: GoldenEntry) -> Iterator[_Move]:
             data = source.read_bytes()
         except OSError as error:
             raise GoldenError(f"{source}: cannot be read ({error.strerror}); take it from version control again") from error
-        if hashlib.sha256(data).hexdigest() != variant.sha256:
+        if state_of_file(source.parent, variant) != "ok":
             raise GoldenError(f"{source}: is not the file that its manifest describes; nothing was renamed; take both from one version")
         yield _Move(entry.name, source, _folder(manifest, entry.name) / _file(entry, variant), data)
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from harness.nightly.blame.repository import Mark
 from harness.nightly.judging.bridging import effect_of_levels
-from harness.nightly.judging.shifts import LEAST_EFFECT, student_tail
+from harness.nightly.judging.shifts import LEAST_EFFECT
+from harness.nightly.judging.spread import student_tail
 from harness.nightly.measurement import Better
 from harness.validation.behaviour.bootstrap import student_quantile
 

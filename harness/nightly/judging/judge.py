@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 from harness.nightly.judging.bridging import BridgedSeries, bridged, effect_of_levels
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.judging.paired import judge_paired
-from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, detectable_step, find_shifts, standard_error
+from harness.nightly.judging.shifts import (
+    LEAST_AFTER,
+    LEAST_EFFECT,
+    LEAST_NOISE,
+    Shift,
+    detectable_step,
+    find_shifts,
+    noise_now,
+    standard_error,
+)
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantile
@@ -119,11 +128,15 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
     if missing > 0:
         summary = f"{told}: too few to tell noise from change; {missing} more in this environment are needed"
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
-    noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER)
-    if hidden := _hidden(levels_N - standing.reference, series.errors_N, noise, nights[-1].better):
+    usual = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER)[0]
+    now, late = noise_now(levels_N[shifts.start :], usual)
+    noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER, now)
+    above_N = levels_N - standing.reference
+    if hidden := _hidden(above_N, series.errors_N, usual, nights[-1].better) or _late(above_N[-late:], usual, now, nights[-1].better):
         return Judgement(metric, Verdict.INCONCLUSIVE, f"{told}: {hidden}", count, tuple(standing.settled), noise, math.nan)
     further = "further " if standing.since else ""
-    summary = f"no {further}change in {told}; noise {noise:.2%} a night; ten more would show a step of {seen:.1%}"
+    noisier = f", {now:.1%} in the last {late}" if late else ""
+    summary = f"no {further}change in {told}; noise {usual:.2%} a night{noisier}; ten more would show a step of {seen:.1%}"
     return Judgement(metric, Verdict.PASS, summary, count, tuple(standing.settled), noise, seen)
 
 
@@ -136,6 +149,17 @@ def _hidden(above_N: NDArray[np.float64], errors_N: NDArray[np.float64], noise: 
     return (
         f"the last nights are worse by {effect_of_levels(last, better):.1%} or more, but their repetitions differ {times:.0f} times as "
         "much as those of others, so that it may be chance; ten such nights would tell, or more repetitions"
+    )
+
+
+def _late(above_K: NDArray[np.float64], usual: float, now: float, better: str) -> str:
+    """Say where the last nights are worse, but differ so much more than others that it may be chance."""
+    level, times = float(np.median(above_K)), now / usual
+    if times < _RESTLESS or level < max(LEAST_EFFECT, 2 * now / math.sqrt(len(above_K))):
+        return ""
+    return (
+        f"the last {len(above_K)} nights are worse by {effect_of_levels(level, better):.1%}, but they differ {times:.0f} times as much as "
+        "others, so that it may be chance; more nights would tell"
     )
 
 

@@ -25,6 +25,18 @@ from numpy.typing import NDArray
 
 from harness.errors import HarnessError
 from harness.nightly.judging.segments import LEAST_LINE, Segment, has_structure, segments
+from harness.nightly.judging.spread import (
+    MAX_CORRELATION,
+    correlation_of,
+    in_order,
+    inflation,
+    mean_of,
+    median,
+    noise_of,
+    student_tail,
+    winsorized,
+    within,
+)
 
 LEVEL = 1e-5
 """One-sided p below which a shift is one; chosen so that 50 metrics give at most one false alarm in 100 nights (`simulation`)."""
@@ -39,9 +51,11 @@ LEAST_NOISE, LEAST_AFTER = 30, 2
 _KNOWN_AFTER = 10  # nights from a step on that know the noise, too: of fewer the spread is not to be trusted
 _RECENT = 6  # nights before a step, and all behind it, may be noisier than the others
 _NOISIER, _OTHER_NOISE = 2.0, 3.0  # by how much, so that they count by their own noise, and so that they alone know it
+_LATE = ((20, _NOISIER), (10, _NOISIER), (5, _OTHER_NOISE))  # last nights that may be noisier than others, and by how much to count
+_MOST = 0.7  # of the noise of fewer nights: more nights that have as much know it better
+_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # times the standard error of a mean
 _LEAST_DRIFT = 10
 _DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
-_MAX_CORRELATION = 0.9
 _NOTHING: NDArray[np.float64] = np.empty(0)
 _NORMAL = NormalDist()
 
@@ -224,21 +238,21 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     known = [nights.residuals_E, _centred(before_M), *([_centred(after_K)] if len(after_K) >= known_after else [])]
     if sum(map(len, known)) < LEAST_NOISE:
         return None
-    kept_E, spread = _noise(np.concatenate(known))
+    kept_E, spread = noise_of(np.concatenate(known))
     sign = 1.0 if median(after_K) > median(before_M) else -1.0
     effect = max(0.0, _location(sign * after_K, spread) + _location(-sign * before_M, spread))
     if effect < LEAST_EFFECT:
         return None
-    correlation = _correlation(kept_E)
+    correlation = correlation_of(kept_E)
     # Repetitions that differ alike in all nights, as where the first is cold, say nothing of the nights: what is more than before counts.
     usual = max(spread, median(nights.errors_N[:place]))
-    own, degrees = max(spread, _noise(after_K)[1]), _degrees(len(kept_E), correlation)
+    own, degrees = max(spread, noise_of(after_K)[1]), _degrees(len(kept_E), correlation)
     if len(after_K) < _KNOWN_AFTER:  # from so many on, nights themselves say how much they differ
         own = max(own, median(nights.errors_N[place:]) * spread / usual)
-    for noise, count in ((_noise(after_K)[1], len(after_K)), (_winsorized(before_M[-_RECENT:])[1], _RECENT)):
+    for noise, count in ((noise_of(after_K)[1], len(after_K)), (winsorized(before_M[-_RECENT:])[1], _RECENT)):
         own = max(own, noise) if noise > _NOISIER * spread else own
         degrees = min(degrees, max(3.0, count - 1.0)) if noise > _OTHER_NOISE * spread else degrees
-    parts = [spread**2 * _inflation(correlation, place) / place, own**2 * _inflation(correlation, len(after_K)) / len(after_K)]
+    parts = [spread**2 * inflation(correlation, place) / place, own**2 * inflation(correlation, len(after_K)) / len(after_K)]
     error = math.sqrt((spread * nights.across) ** 2 + sum(parts))
     back = sign < 0 and nights.earlier is not None and median(after_K) - nights.earlier < max(LEAST_EFFECT, error)
     return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees, back=back), _squares([before_M, after_K])
@@ -301,7 +315,7 @@ def _shift(found: tuple[Shift, float] | None) -> Shift | None:
 
 def _squares(parts: Sequence[NDArray[np.float64]]) -> float:
     """What is left of nights around the means of their levels."""
-    return sum(float(rest @ rest) for rest in (part - _mean(part) for part in parts))
+    return sum(float(rest @ rest) for rest in (part - mean_of(part) for part in parts))
 
 
 def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift, float] | None:
@@ -316,13 +330,13 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     squares = float(np.square(own_N).sum())
     if squares > _squares(np.split(nights.levels_N, [_split_by_sums(nights.levels_N)])):  # a step that nobody knows to be one yet
         return None
-    kept_E, spread = _noise(np.concatenate([nights.residuals_E, own_N]))
-    correlation = _correlation(kept_E)
+    kept_E, spread = noise_of(np.concatenate([nights.residuals_E, own_N]))
+    correlation = correlation_of(kept_E)
     # A curve is not noise around its line: neighbours bound the noise, if they are as alike as they may be at most.
-    near = _noise(np.diff(nights.levels_N))[1] / math.sqrt(2 * (1 - _MAX_CORRELATION))
+    near = noise_of(np.diff(nights.levels_N))[1] / math.sqrt(2 * (1 - MAX_CORRELATION))
     lever = (count - 1 - bend) / math.sqrt(float(np.square(_nights_since(bend, count)).sum()))
     begun = min(count - 1, bend + math.ceil(LEAST_EFFECT / abs(slope)))
-    known = ((spread, correlation, _degrees(len(kept_E), correlation)), (near, _MAX_CORRELATION, count - 2.0))
+    known = ((spread, correlation, _degrees(len(kept_E), correlation)), (near, MAX_CORRELATION, count - 2.0))
     errors = ((noise * math.hypot(nights.across, lever * math.sqrt((1 + alike) / (1 - alike))), degrees) for noise, alike, degrees in known)
     drifts = (Shift(begun, count, count - LEAST_AFTER, rise, error, degrees, bend) for error, degrees in errors)
     return min(drifts, key=lambda one: one.p_value), squares
@@ -338,12 +352,12 @@ def _line(levels_N: NDArray[np.float64], bend: int) -> tuple[float, NDArray[np.f
     """Slope a night by least squares, and what is left; an odd night pulls no harder than one at three spreads."""
     nights_N = _nights_since(bend, len(levels_N))
     _, line_N = _fitted(levels_N, nights_N)
-    slope, line_N = _fitted(line_N + _winsorized(levels_N - line_N)[0], nights_N)
+    slope, line_N = _fitted(line_N + winsorized(levels_N - line_N)[0], nights_N)
     return slope, levels_N - line_N
 
 
 def _fitted(levels_N: NDArray[np.float64], nights_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-    middle = _mean(levels_N)
+    middle = mean_of(levels_N)
     slope = float(nights_N @ (levels_N - middle) / (nights_N @ nights_N))
     return slope, middle + slope * nights_N
 
@@ -362,13 +376,13 @@ def _rest(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _centred(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:
     """The residuals of nights at one level."""
-    return levels_M - _mean(_winsorized(levels_M)[0])
+    return levels_M - mean_of(winsorized(levels_M)[0])
 
 
 def _location(levels_K: NDArray[np.float64], spread: float) -> float:
     """The level of some nights, of two the one that says less: one odd night is no shift. Odd ones count no more than two spreads."""
-    middle = _sorted(levels_K)[(len(levels_K) - 1) // 2]
-    return _mean(_within(levels_K, middle, 2 * spread))
+    middle = in_order(levels_K)[(len(levels_K) - 1) // 2]
+    return mean_of(within(levels_K, middle, 2 * spread))
 
 
 def _degrees(count: int, correlation: float) -> float:
@@ -379,7 +393,7 @@ def _split_by_sums(levels_N: NDArray[np.float64]) -> int:
     """Where two levels fit best, as `_splits` finds it but for ties."""
     signal_N = _clipped(levels_N)
     before_M = np.arange(LEAST_AFTER, len(signal_N) - LEAST_AFTER + 1)
-    sums_M = np.cumsum(signal_N - _mean(signal_N))[before_M - 1]
+    sums_M = np.cumsum(signal_N - mean_of(signal_N))[before_M - 1]
     return int(before_M[np.argmax(sums_M * sums_M / (before_M * (len(signal_N) - before_M)))])
 
 
@@ -393,81 +407,26 @@ def _splits(levels_N: NDArray[np.float64], many: int, least: int = LEAST_AFTER) 
 
 def _clipped(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """What is far outside counts no more than what is just outside."""
-    return _within(levels_N, median(levels_N), 20 * _noise(levels_N)[1])
+    return within(levels_N, median(levels_N), 20 * noise_of(levels_N)[1])
 
 
-def _noise(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """The Winsorized values, and their standard deviation."""
-    kept_N, robust = _winsorized(values_N)
-    centred_N = kept_N - _mean(kept_N)
-    return kept_N, max(math.sqrt(float(centred_N @ centred_N) / max(1, len(kept_N) - 1)), robust, 1e-9)
-
-
-def _winsorized(values_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
-    """The values, those beyond three robust standard deviations moved there, and that deviation."""
-    middle = median(values_N)
-    robust = 1.4826 * median(np.abs(values_N - middle))
-    return _within(values_N, middle, 3 * robust) if robust > 0 else values_N, robust
-
-
-def _within(values_N: NDArray[np.float64], middle: float, width: float) -> NDArray[np.float64]:
-    return np.minimum(np.maximum(values_N, middle - width), middle + width)
-
-
-def median(values_N: NDArray[np.float64]) -> float:
-    """Return the median of some numbers, a tenth of numpy's time for as few as nights are."""
-    ordered_N, half = _sorted(values_N), len(values_N) // 2
-    return float(ordered_N[half] if len(values_N) % 2 else (ordered_N[half - 1] + ordered_N[half]) / 2)
-
-
-def _mean(values_N: NDArray[np.float64]) -> float:
-    """Likewise, the mean."""
-    return float(np.add.reduce(values_N)) / len(values_N)
-
-
-def _sorted(values_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    ordered_N = values_N.copy()
-    ordered_N.sort()
-    return ordered_N
-
-
-def _correlation(values_M: NDArray[np.float64]) -> float:
-    """How alike neighbours are: the first autocorrelation without its bias (Kendall 1954), and 0.7 standard errors for its uncertainty."""
-    centred_M = values_M - _mean(values_M)
-    power = float(centred_M @ centred_M)
-    found = float(centred_M[1:] @ centred_M[:-1]) / power if power > 0 else 0.0
-    found += (1 + 3 * found) / len(values_M) + 0.7 / math.sqrt(len(values_M))
-    return min(max(found, 0.0), _MAX_CORRELATION)
-
-
-def _inflation(correlation: float, count: int) -> float:
-    """By how much the variance of a mean of `count` nights grows where neighbours are alike, for an autoregression of order one."""
-    rest = 2 * correlation * (1 - correlation**count) / (count * (1 - correlation) ** 2)
-    return (1 + correlation) / (1 - correlation) - rest
-
-
-def student_tail(t: float, degrees: float) -> float:
-    """Return the chance that Student's t exceeds a value, by Hill's expansion.
+def noise_now(levels_N: NDArray[np.float64], usual: float) -> tuple[float, int]:
+    """Return how noisy the last nights are, where they are noisier than others.
 
     Args:
-        t: the value.
-        degrees: degrees of freedom, at least 3; need not be whole.
+        levels_N: of the nights of a level.
+        usual: standard deviation between all nights that know the noise.
 
     Returns:
-        The upper tail, within 2 % of the exact one down to 1e-7.
-
-    Source: Hill 1970, Algorithm 395 (the normal deviate of a t value).
+        Their standard deviation, and how many they are; that of all and 0 where they are as the others.
     """
-    if t < 0:
-        return 1 - student_tail(-t, degrees)
-    a, b = degrees - 0.5, 48 * (degrees - 0.5) ** 2
-    z2 = a * math.log1p(t * t / degrees)
-    z = math.sqrt(z2)
-    z += z * (z2 + 3) / b - z * (4 * z2**3 + 33 * z2**2 + 240 * z2 + 855) / (10 * b * (b + 0.8 * z2**2 + 100))
-    return _NORMAL.cdf(-z)
+    found = [(noise_of(levels_N[-count:])[1], count, least) for count, least in _LATE if count < len(levels_N)]
+    noisier = [(own, count) for own, count, least in found if own > least * usual]
+    largest = max(noisier, default=(usual, 0))[0]
+    return next((one for one in noisier if one[0] >= _MOST * largest), (usual, 0))
 
 
-def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, power: float) -> tuple[float, float]:
+def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, power: float, now: float = 0.0) -> tuple[float, float]:
     """Return how noisy nights are, and the step that would show.
 
     Args:
@@ -475,12 +434,26 @@ def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, p
         before: number of nights before the step.
         after: number of nights from it on.
         power: chance with which it shows.
+        now: standard deviation between the last nights, where they are noisier: those that come are expected to be so, too.
 
     Returns:
-        Standard deviation between nights, and the step, never below LEAST_EFFECT; both relative.
+        Standard deviation between nights, and the step, always above LEAST_EFFECT; both relative.
     """
-    error = standard_error(residuals_E, before, after)
-    return _noise(residuals_E)[1], max(LEAST_EFFECT, (-_NORMAL.inv_cdf(LEVEL) + _NORMAL.inv_cdf(power)) * error)
+    kept_E, noise = noise_of(residuals_E)
+    error, degrees = standard_error(residuals_E, before, after), _degrees(len(kept_E), correlation_of(kept_E))
+    if now > noise:
+        error = math.hypot(error, _OF_A_MEDIAN * now / math.sqrt(after))  # `_location` of nights that differ so much is one
+        degrees = min(degrees, _RECENT - 1.0) if now > _OTHER_NOISE * noise else degrees
+    return max(noise, now), max(LEAST_EFFECT, _quantile(LEVEL, degrees) * error) + _NORMAL.inv_cdf(power) * error
+
+
+def _quantile(level: float, degrees: float) -> float:
+    """The value that Student's t exceeds with this chance."""
+    low, high = 0.0, 1e3
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_tail(middle, degrees) > level else (low, middle)
+    return high
 
 
 def standard_error(residuals_E: NDArray[np.float64], before: int, after: int) -> float:
@@ -494,6 +467,6 @@ def standard_error(residuals_E: NDArray[np.float64], before: int, after: int) ->
     Returns:
         The standard error of their difference, in logarithms.
     """
-    kept_E, noise = _noise(residuals_E)
-    correlation = _correlation(kept_E)
-    return noise * math.sqrt(sum(_inflation(correlation, count) / count for count in (before, after)))
+    kept_E, noise = noise_of(residuals_E)
+    correlation = correlation_of(kept_E)
+    return noise * math.sqrt(sum(inflation(correlation, count) / count for count in (before, after)))

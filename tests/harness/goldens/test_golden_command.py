@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -270,6 +271,36 @@ def test_list_holds_every_file_against_its_manifest(run, failed) -> None:
         "z": "file missing",
         "stray.safetensors": "in no manifest",
     }
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a tensor fewer": lambda tensors: tensors.pop("value"),
+    "a tensor more": lambda tensors: tensors.update(more=tensors["value"]),
+    "another shape": lambda tensors: tensors["value"].update(shape=[2, 1]),
+    "another digest": lambda tensors: tensors["value"].update(sha256="0" * 64),
+    "another dtype": lambda tensors: tensors["value"].update(dtype="int32"),
+    "no dtype": lambda tensors: tensors["value"].update(dtype="x"),
+}
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_list_holds_the_tensors_of_a_file_against_its_manifest(what: str, run, failed) -> None:
+    path = failed.root / "deep" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    TABLES[what](manifest["goldens"]["deep/y"]["variants"][0]["tensors"])
+    path.write_text(json.dumps(manifest))
+    code, text, _ = run("list", "--json")
+    assert code == 1 and {row["name"]: row["state"] for row in json.loads(text)}["deep/y"] == "file differs from manifest"
+
+
+def test_list_knows_tensors_of_every_kind(run, shelf) -> None:
+    dtypes = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
+    dtypes += [torch.bool, torch.int8, torch.uint16, torch.uint64, torch.complex64]
+    shelf.write("kinds", {f"t{number}": torch.ones(2, 3).to(dtype) for number, dtype in enumerate(dtypes)})
+    shelf.write("sizes", {"none": torch.ones(0, 2), "one": torch.tensor(1.0), "bytes": torch.ones(0, 2, dtype=torch.uint16)})
+    code, text, _ = run("list")
+    assert code == 0 and all(line.endswith("ok") for line in text.splitlines() if line.strip().startswith(("kinds", "sizes")))
+    assert "kinds" in text and "sizes" in text
 
 
 def test_many_tiers_do_not_push_the_state_out_of_sight(run, shelf) -> None:

@@ -15,7 +15,8 @@ from harness.errors import HarnessError
 from harness.nightly.judging.bridging import effect_of_levels, level
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import day_of_looking
-from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, Shift, find_shifts, student_tail
+from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, Shift, find_shifts
+from harness.nightly.judging.spread import student_tail
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 
@@ -275,6 +276,43 @@ def test_one_of_two_repetitions_that_is_slow_from_some_night_on_is_told(bad: int
     ]
     found = judge(nights)
     assert found.verdict is verdict and ("repetitions differ" in found.summary) is (verdict is Verdict.INCONCLUSIVE), found.summary
+
+
+def noisy_late(count: int, factor: float = 1.0, seed: int = 0) -> list[Measurement]:
+    """60 quiet nights, `count` whose repetitions differ by 30 %, and ten more of those, worse by `factor`."""
+    draw = np.random.default_rng(seed)
+    spreads = [0.01] * 60 + [0.3] * count + ([0.3] * 10 if factor != 1 else [])
+    readings = np.abs(1 + np.array(spreads)[:, None] * draw.standard_normal((len(spreads), 10)))
+    readings[60 + count :] *= factor
+    nights = series([1.0] * len(spreads))
+    return [replace(one, values=tuple(row.tolist())) for one, row in zip(nights, readings, strict=True)]
+
+
+@pytest.mark.parametrize("count", [6, 10, 20, 40])
+def test_nights_that_became_noisy_say_how_noisy_they_are_and_what_would_show(count: int) -> None:
+    found = [judge(noisy_late(count, seed=seed)) for seed in range(12)]
+    passed = [one for one in found if one.verdict is Verdict.PASS]
+    assert len(passed) >= 8 and all(one.verdict is not Verdict.REGRESSION for one in found)
+    assert all(one.noise > 0.02 and one.detectable > 0.1 and "in the last " in one.summary for one in passed)
+    after = [judge(noisy_late(count, factor=math.exp(one.detectable), seed=seed)) for seed, one in enumerate(found) if one in passed]
+    assert sum(one.verdict is Verdict.REGRESSION for one in after) >= len(after) / 3
+    assert sum(one.verdict is Verdict.PASS for one in after) <= len(after) / 6
+
+
+def test_what_noisy_nights_may_hide_is_inconclusive() -> None:
+    found = [judge(noisy_late(20, factor=1.2, seed=seed)) for seed in range(12)]
+    assert sum(one.verdict is Verdict.INCONCLUSIVE and "so that it may be chance" in one.summary for one in found) >= 8
+    assert sum(one.verdict is Verdict.PASS for one in found) <= 3
+
+
+def test_a_step_that_is_said_to_show_mostly_does() -> None:
+    found = 0
+    for seed in range(30):
+        before = judge(series([1.0] * 60, seed=seed))
+        assert before.verdict is Verdict.PASS and "in the last " not in before.summary
+        step = float(np.exp(before.detectable))
+        found += judge(series([1.0] * 60 + [step] * 10, seed=seed)).verdict is Verdict.REGRESSION
+    assert found >= 18
 
 
 def test_single_readings_that_become_ten_times_as_noisy_seldom_look_like_a_step() -> None:
