@@ -23,6 +23,7 @@ _BELONGS: Mapping[str, str] = {
     **dict.fromkeys(("date_type", "date_parsing", "date_from_datetime_parsing", "date_from_datetime_inexact"), "write a day as YYYY-MM-DD"),
     "string_type": "a text belongs there",
     "kind": "{words} belongs there",
+    **dict.fromkeys(("literal_error", "enum"), "{expected} belongs there"),
     "too_short": "at least {min_length} must be there",
     "string_pattern_mismatch": "a text that matches {pattern} belongs there",
 }

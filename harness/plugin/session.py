@@ -92,8 +92,8 @@ class Usage:
         if gaps:
             from harness.goldens.store.listing import read_usage  # with pydantic, which most runs of others do not need
 
-            old = read_usage(path) or {"complete": False, "gaps": gaps, "used": [], "unknown_tests": []}
-            record = {**old, "used": sorted(used | set(old["used"]))}
+            old = read_usage(path) or {"complete": False, "used": [], "unknown_tests": []}
+            record = {**old, "gaps": [] if old["complete"] else gaps, "used": sorted(used | set(old["used"]))}
         record["golden_dir"] = os.path.relpath(folder_setting(self.config, "golden_dir"), path.parent.parent)
         try:
             marker = path.parent / ".gitignore"

@@ -206,7 +206,7 @@ def _wrong(error: Mapping[str, Any]) -> str:
     place = ".".join(map(str, error["loc"])) or "the file"
     if error["type"] == "missing":
         return f"{place}: is missing"
-    if isinstance(error["input"], dict):  # a part that contradicts itself, which is too long to be shown
+    if error["type"] == "value_error" and isinstance(error["input"], dict):  # a part that contradicts itself, too long to be shown
         return f"{place}: {error['msg'].removeprefix('Value error, ')}"
     return f"{place}: {not_allowed(error)}"
 

@@ -347,6 +347,9 @@ def test_a_run_that_left_something_out_is_not_complete(project, arguments: list[
     usage = json.loads((project.path / ".harness_cache" / "golden-usage.json").read_text())
     assert not usage["complete"]
     assert gap in usage["gaps"]
+    project.run("--ignore-glob=none*", "test_it.py")
+    usage = json.loads((project.path / ".harness_cache" / "golden-usage.json").read_text())
+    assert usage["gaps"] == ["paths were ignored", "only a part of the tests was asked for"], "of the last run"
     project.run("--golden-update=new")
     usage = json.loads((project.path / ".harness_cache" / "golden-usage.json").read_text())
     assert (usage["complete"], usage["used"]) == (True, ["a", "b"])

@@ -246,6 +246,14 @@ MISTAKES = {
 }
 DAMAGED = {
     "subject: [] is not allowed: at least 1 must be there": lambda told: told.update(subject=[]),
+    "subject: {} is not allowed: a list belongs there": lambda told: told.update(subject={}),
+    "predicate.versions: {} is not allowed: at least 1 must be there": lambda told: told["predicate"].update(versions={}),
+    "predicate.verdict: {} is not allowed: 'pass', 'regression' or 'inconclusive' belongs there": lambda told: told["predicate"].update(
+        verdict={}
+    ),
+    "predicateType: {} is not allowed: 'https://in-toto.io/attestation/test-result/v0.1' belongs there": lambda told: told.update(
+        predicateType={}
+    ),
     "predicate.waivers: [] is not allowed: a mapping belongs there": lambda told: told["predicate"].update(waivers=[]),
     "predicate.passedTests: 7 is not allowed: a list belongs there": lambda told: told["predicate"].update(passedTests=7),
     "until: 'soon' is not allowed: write a day as YYYY-MM-DD": lambda told: told["predicate"].update(
