@@ -247,12 +247,12 @@ def _empty_model(folder: Path, config: Mapping[str, Any], model_class: str | typ
                 model: nn.Module = loader.from_config(parsed, trust_remote_code=trust_remote_code, dtype=dtype)
             else:
                 model = loader._from_config(parsed, dtype=dtype)
+        recompute_buffers(model)
     except LOAD_ERRORS as error:
         raise ModelError(
             f"{folder}: its config gives no model ({one_line(error)}); check config.json, or name model_class{_said_class(config)}"
         ) from error
     _keep_in_float32(model, dtype)
-    recompute_buffers(model)
     return model
 
 
