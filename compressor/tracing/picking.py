@@ -6,7 +6,7 @@ that were recorded. Where a small batch fails, whole ones must be tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from compressor.data.collate import Batch
 from compressor.data.layouts import dense_parts, shape_of
 from compressor.errors import TracingError
+from compressor.settings.kinds import TEXT
+from compressor.tracing.graph.nodes import Unreached
 from compressor.tracing.graph.planner import content_digest, named_inputs
 
 # Before anything runs: what a user hands to a trace.
@@ -225,3 +227,30 @@ def excerpt(batch: Batch, place: int) -> Batch:
     rows = sorted(set(ends))
     length = ids.shape[1] if is_padded else min(ids.shape[1], max(_MIN_TOKENS, ids.shape[1] // _SHARE) + place)
     return {**batch, **{name: item[rows, :length] for name, item in tensors.items()}}
+
+
+def are_leaves(value: object) -> bool:
+    """Say whether something is a list of functions, or of texts that name them."""
+    return isinstance(value, list | tuple) and all(callable(one) or TEXT.holds(one) for one in value)
+
+
+def uncalled_of(targets: Collection[str], called: Collection[str]) -> tuple[str, ...]:
+    """Return the targets that no batch calls.
+
+    Args:
+        targets: dotted names.
+        called: those that some batch calls.
+
+    Returns:
+        The others.
+
+    Raises:
+        Unreached: none is called.
+    """
+    if not called:
+        some = ", ".join([*list(targets)[:3], *(["..."] if len(targets) > 3 else [])]) or "the model"
+        raise Unreached(
+            f"trace: no batch calls any of the sequential targets ({some}); give batches that reach them, or name others (a module is "
+            "called by calling it: calls of its .forward() are not seen)"
+        )
+    return tuple(name for name in targets if name not in called)

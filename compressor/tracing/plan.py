@@ -22,16 +22,16 @@ from torch import nn
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
 from compressor.model import resolve_device
-from compressor.settings.kinds import DEVICE, FLAG, FUNCTION, MODULE, TEXT, TEXTS, WHOLE, Kind
+from compressor.settings.kinds import DEVICE, FLAG, FUNCTION, MODULE, TEXTS, WHOLE, Kind
 from compressor.settings.options import checked
 from compressor.tracing.footprint import Footprint, Stirred
 from compressor.tracing.graph.engine import GraphEngine
-from compressor.tracing.graph.nodes import Unreached, Unrepeatable
+from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.graph.planner import GraphPlanner, Variant, content_digest
 from compressor.tracing.graph.program import schedule
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
-from compressor.tracing.picking import as_batches, check_model, excerpt, unproved
+from compressor.tracing.picking import are_leaves, as_batches, check_model, excerpt, uncalled_of, unproved
 from compressor.tracing.proof import Found
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
@@ -46,10 +46,6 @@ from compressor.tracing.traces import KeptWeights, PythonValues, Traces, check_k
 __all__ = ["Engine", "Guard", "Leaf", "Plan", "Run", "RunningStage", "Stage", "Verify", "trace"]
 
 _Made = TypeVar("_Made")
-
-
-def _are_leaves(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(callable(one) or TEXT.holds(one) for one in value)
 
 
 class Plan:
@@ -171,6 +167,7 @@ class Plan:
             TracingError: the engine that was asked for cannot follow these batches.
         """
         batches = as_batches(batches)
+        known, has_hooks = self._set_by_forwards(), watched is None
         if watched is None:
             watched, keeping = lambda: hooked(self.model), hooked(self.model, self._own_hooks)
         self._notice_changes()
@@ -187,6 +184,7 @@ class Plan:
         with quiet():
             chosen, trails = self._unchanged(batches, decide)
         traces = Traces(self.model, self._stirred, settle if self._settles else None)
+        known = known if has_hooks else self._set_by_forwards()  # which do not sleep while more is planned
         if chosen is not None and self._graph is not None:
             return GraphRun(
                 self.model,
@@ -204,6 +202,7 @@ class Plan:
                 beside=beside,
                 own=own,
                 may_wait=may_wait,
+                set_by_forwards=known,
             )
         return SuspendedRun(
             self.model,
@@ -219,7 +218,13 @@ class Plan:
             traces=traces,
             own=own,
             everywhere=everywhere,
+            set_by_forwards=known,
         )
+
+    def _set_by_forwards(self) -> frozenset[str]:
+        """What the forwards that have been planned set on modules, by dotted name."""
+        planned = [*(variant.program.reassigned for variant in self.variants), *(one.reassigned for one in self._trails.values())]
+        return frozenset[str]().union(*planned)
 
     def _notice_changes(self) -> None:
         """Plan anew where Python between targets would read something else now than when the plan was made."""
@@ -398,14 +403,7 @@ class Plan:
         return self._trails[digest]
 
     def _note_uncalled(self, called: Collection[str]) -> None:
-        targets = self.partition.targets
-        self.uncalled = tuple(name for name in targets if name not in called)
-        if not called:
-            some = ", ".join([*list(targets)[:3], *(["..."] if len(targets) > 3 else [])]) or "the model"
-            raise Unreached(
-                f"trace: no batch calls any of the sequential targets ({some}); give batches that reach them, or name others (a module is "
-                "called by calling it: calls of its .forward() are not seen)"
-            )
+        self.uncalled = uncalled_of(self.partition.targets, called)
 
     def report(self) -> str:
         """Say in a few lines what was decided and why."""
@@ -428,7 +426,7 @@ class Plan:
 @checked(
     model=MODULE,
     targets=Kind(lambda value: isinstance(value, Partition) or TEXTS.holds(value), "a list of texts, or what `partition` gave"),
-    leaves=Kind(_are_leaves, "a list of functions, or of texts 'package.module:function'"),
+    leaves=Kind(are_leaves, "a list of functions, or of texts 'package.module:function'"),
     max_variants=WHOLE,
     device=DEVICE,
     targets_per_stage=Kind(lambda value: value == "input" or WHOLE.holds(value), "a whole number, or 'input'"),

@@ -113,8 +113,8 @@ class Encoder:
         """
         if id(value) not in self.objects:
             raw = getattr(value, "__name__", None) or type(value).__name__
-            name = self._builder.names.get(id(value)) or raw
-            target = Constant(value, re.sub(r"\W", "_", f"{name or 'model'}") + f"_{len(self.objects)}")
+            place = self._builder.names.get(id(value))
+            target = Constant(value, re.sub(r"\W", "_", f"{place or raw or 'model'}") + f"_{len(self.objects)}", place)
             self.objects[id(value)] = (self._builder.emit("call_function", target, size=True), value)
         return self.objects[id(value)][0]
 

@@ -143,11 +143,16 @@ def current_frames() -> tuple[Frame, ...]:
 
 
 class Constant:
-    """A Python object that a graph refers to; called without arguments it gives the object."""
+    """A Python object that a graph refers to; called without arguments it gives the object.
 
-    def __init__(self, value: Any, name: str) -> None:
+    Attributes:
+        value: the object.
+        place: dotted name of a module of the model: another one may stand there when the graph is replayed.
+    """
+
+    def __init__(self, value: Any, name: str, place: str | None = None) -> None:
         """Keep the object under a name for the code that torch.fx prints."""
-        self.value = value
+        self.value, self.place = value, place
         self.__name__ = self.__qualname__ = name
         self.__module__ = "constants"
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from compressor.errors import CalibrationError
 from compressor.tracing.graph.nested_values import DATA_SIZED, Modes
-from compressor.tracing.graph.nodes import GuardFailure
+from compressor.tracing.graph.nodes import Constant, GuardFailure
 from compressor.tracing.graph.program import Program, Segment, find_module, target_of
 
 # What torch goes by when it calls the hooks of a forward.
@@ -265,6 +265,8 @@ def _plain_dispatch(node: fx.Node, args: Any, kwargs: Any, model: nn.Module, cal
     if node.op == "get_attr":
         owner, _, name = target.rpartition(".")
         return getattr(model.get_submodule(owner), name)
+    if isinstance(target, Constant) and target.place is not None:
+        return model.get_submodule(target.place)
     return target(*args, **kwargs)
 
 

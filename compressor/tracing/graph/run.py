@@ -35,7 +35,7 @@ from compressor.tracing.graph.replay import (
 from compressor.tracing.graph.torch_patches import noting_values
 from compressor.tracing.targets.partition import module_names
 from compressor.tracing.targets.running import WAITING_STREAMS, MemoryStore, ValueStore, Watched
-from compressor.tracing.targets.sample_state import ModuleValues, View, copy_arguments
+from compressor.tracing.targets.sample_state import ModuleValues, SetByForwards, View, copy_arguments
 from compressor.tracing.traces import Traces
 
 # Copies of live values for a calibration pass, so that the propagation pass finds them as they were.
@@ -87,6 +87,7 @@ class GraphRun:
         beside: Callable[[], AbstractContextManager[None]] | None = None,
         own: Collection[int] | None = None,
         may_wait: bool = False,
+        set_by_forwards: Collection[str] = (),
     ) -> None:
         """Schedule the stages of all batches; nothing runs yet, and of the batches only `own` will, where others run elsewhere.
 
@@ -109,7 +110,7 @@ class GraphRun:
         called = {name for stop in self._stops for name in stop.targets}
         self.uncalled = tuple(name for name in groups if name not in called)
         self._store = MemoryStore() if store is None else store
-        self._keeping = keeping
+        self._keeping, self._set_by_forwards = keeping, SetByForwards(model, set_by_forwards)
         self._device, self._watched, self._on_sample, self._quiet, self._keep = device, watched, on_sample, quiet, keep_outputs
         self._values = ModuleValues()
         self._views: dict[int, View] = {}
@@ -134,7 +135,7 @@ class GraphRun:
         others = [module for module in self.model.modules() if module not in hooked]
         self._is_open = True
         self._cleanup.enter_context(self._traces)
-        self._cleanup.enter_context(noting_values(self._values, others, lambda: self._is_running))
+        self._cleanup.enter_context(noting_values(self._values, others, lambda: self._is_running, self._set_by_forwards))
         self._cleanup.callback(self._values.undo, {})
         self._cleanup.callback(self._forget)
         return self
@@ -291,7 +292,7 @@ class GraphRun:
             then.live_bytes > now.live_bytes
             and bool(self._shown(program, segment, stop))
             and all("forward" not in vars(self.model.get_submodule(name)) for name in stop.targets)
-            and not any(tensor.startswith(f"{name}.") for name in stop.targets for tensor in read)
+            and not any(one.startswith(f"{name}.") for name in stop.targets for one in {*read, *self._set_by_forwards.names})
         )
 
     def _keep_before(self) -> None:

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -260,7 +260,10 @@ def exclusive_patches() -> Iterator[None]:
 
 @contextmanager
 def noting_values(
-    values: ModuleValues, modules: Collection[nn.Module] | None = None, is_active: Callable[[], bool] = lambda: True
+    values: ModuleValues,
+    modules: Collection[nn.Module] | None = None,
+    is_active: Callable[[], bool] = lambda: True,
+    besides: Container[tuple[nn.Module, str]] = (),
 ) -> Iterator[None]:
     """Note what is set on modules, so that each sample finds its own values again.
 
@@ -269,6 +272,7 @@ def noting_values(
         modules: notes are taken of these only; None takes them of all but those that are made meanwhile, whose values are what they are.
             What calibration hooks keep on modules is not a sample's.
         is_active: says whether code of a forward runs.
+        besides: notes are taken of these, too: modules and names.
 
     Yields:
         Nothing.
@@ -278,7 +282,7 @@ def noting_values(
     plain_init, made = nn.Module.__init__, set[int]()  # by identity: what a class hashes by is not there yet
 
     def note(module: nn.Module, name: str) -> None:
-        is_known = id(module) not in made if noted is None else module in noted
+        is_known = id(module) not in made if noted is None else module in noted or (module, name) in besides
         if is_known and threading.get_ident() == thread and is_active():
             values.note(module, name)
 

@@ -118,6 +118,7 @@ class SuspendedRun:
         traces: Traces | None = None,
         own: Collection[int] | None = None,
         everywhere: Callable[[Sequence[str]], list[str]] = list,
+        set_by_forwards: Collection[str] = (),
     ) -> None:
         """Prepare; nothing runs yet.
 
@@ -136,13 +137,14 @@ class SuspendedRun:
             traces: takes back at the end what forwards leave on the model beside what they set on modules.
             own: numbers of the batches that run here; None: all.
             everywhere: puts names of all processes together that share the batches: what samples wait for, so that all take one order.
+            set_by_forwards: dotted names of attributes and buffers that the model's own forward sets, a sample's wherever they are.
         """
         self.model = model
         self._trails = trails
         self._traces = traces or Traces(model, Stirred())
         self.outputs: list[Any] = [None] * len(batches)
         self._rank = merged_rank(trails, {name: rank for rank, name in enumerate(targets)})
-        self._router = CallRouter(model, targets, quiet, watched() if keeping is None else keeping)
+        self._router = CallRouter(model, targets, quiet, watched() if keeping is None else keeping, set_by_forwards)
         self._router.repeated = repeated(trails)
         self._router.foreign = any(trail.foreign_random for trail in trails)
         self._replays = Replays(self._router, batches, device, quiet) if self._router.repeated else None

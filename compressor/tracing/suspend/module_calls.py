@@ -22,7 +22,7 @@ from compressor.tracing.suspend.paused_forward import Sample, running_sample
 from compressor.tracing.suspend.standstill import StandstillWatch
 from compressor.tracing.targets.order import missed_call
 from compressor.tracing.targets.running import hooks_around
-from compressor.tracing.targets.sample_state import ModuleValues, copy_arguments, noting_cached_properties, run_shielded
+from compressor.tracing.targets.sample_state import ModuleValues, SetByForwards, copy_arguments, noting_cached_properties, run_shielded
 
 # Targets that are called repeatedly can be calibrated only if the weights of finished targets stay as the samples met them.
 
@@ -97,14 +97,19 @@ class CallRouter:
     """
 
     def __init__(
-        self, model: nn.Module, targets: Collection[str], quiet: Callable[[], AbstractContextManager[None]], keeping: Collection[str]
+        self,
+        model: nn.Module,
+        targets: Collection[str],
+        quiet: Callable[[], AbstractContextManager[None]],
+        keeping: Collection[str],
+        set_by_forwards: Collection[str] = (),
     ) -> None:
         """Learn the targets, by dotted names; nothing is patched yet.
 
         A calibrated target is called for real in `quiet`. What hooks store on the modules in `keeping`, or on observers below them, are
-        statistics of all samples, not values of one.
+        statistics of all samples, not values of one, but for the names in `set_by_forwards`.
         """
-        self._keeping = keeping
+        self._keeping, self._set_by_forwards = keeping, SetByForwards(model, set_by_forwards)
         self.repeated: frozenset[str] = frozenset()
         self.foreign = False
         self.advancing: Sample | None = None
@@ -228,7 +233,7 @@ class CallRouter:
             setattr(nn.Module, attribute, function)
 
     def _note_value(self, module: nn.Module, name: str) -> None:
-        if running_sample() is not None and module in self._isolated:
+        if running_sample() is not None and (module in self._isolated or (module, name) in self._set_by_forwards):
             self.values.note(module, name)
 
     def _route(self, sample: Sample, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

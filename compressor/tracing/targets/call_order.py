@@ -28,7 +28,7 @@ from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
 from compressor.tracing.targets.records import Stage
-from compressor.tracing.targets.sample_state import ModuleValues, TorchState
+from compressor.tracing.targets.sample_state import ModuleValues, TorchState, names_of
 
 _UNUSUAL_SEED = 3_141_592_653
 _NO_PAUSE = 'where a forward cannot pause; use pipeline="basic" or other sequential targets'
@@ -68,17 +68,18 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
         np.random.seed(_UNUSUAL_SEED)
         before = foreign_random()
         modules = dict(model.named_modules())
-        with without_traces():
+        with without_traces() as values:
             reads = HostReads(model)
             calls, outside = _calls(model, cut, batch, reads)
             now = dict(model.named_modules())
+            reassigned = names_of(model, values.noted())
             replaced = tuple(name for name, module in modules.items() if now.get(name) is not module)
             draws = foreign_random() != before
         if draws:  # what it draws may decide what it calls
             state.restore()
             with without_traces():
                 calls, outside = _calls(model, cut, batch, reads)
-        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first)
+        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first, reassigned=reassigned)
     finally:
         state.restore()
 

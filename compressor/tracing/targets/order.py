@@ -40,6 +40,7 @@ class Trail:
         replaced: names of the modules in whose place it has put others.
         outside: calls of modules outside of the target that they lie in.
         reads: what it may hand on unseen: a Python value that it reads off its data, or a tensor; empty where nothing.
+        reassigned: dotted names of attributes and buffers that it sets on modules.
     """
 
     calls: tuple[str, ...]
@@ -47,6 +48,7 @@ class Trail:
     replaced: tuple[str, ...] = ()
     outside: tuple[OutsideCall, ...] = ()
     reads: str = ""
+    reassigned: frozenset[str] = frozenset()
 
 
 def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, int]:

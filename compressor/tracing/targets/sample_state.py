@@ -11,8 +11,9 @@ import contextvars
 import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +126,46 @@ class ModuleValues:
             if _is_data(_find(module, name).value):
                 _put(module, name, view.get((module, name), original))
         self._restore_generators(view)
+
+
+def names_of(model: nn.Module, places: Iterable[tuple[nn.Module, str]]) -> frozenset[str]:
+    """Return the dotted names of attributes and buffers; those of modules that are none of the model's are left out.
+
+    Args:
+        model: the model.
+        places: module and name, each.
+
+    Returns:
+        The names.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    return frozenset(f"{names[module]}.{name}".lstrip(".") for module, name in places if module in names)
+
+
+class SetByForwards:
+    """Attributes and buffers that the model's own forward was seen to set on modules, before hooks kept anything there.
+
+    They are a sample's also where hooks keep statistics of all samples beside them, and where another module has taken its module's place.
+
+    Attributes:
+        names: dotted.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        """Take the model, whose modules may be replaced later, and the dotted names."""
+        self._model, self.names = model, frozenset(names)
+        self._last_parts = {name.rpartition(".")[2] for name in names}
+        self._homes: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+
+    def __contains__(self, place: object) -> bool:
+        """Say whether a module and a name are one of them."""
+        module, name = cast("tuple[nn.Module, str]", place)
+        if name not in self._last_parts:
+            return False
+        if module not in self._homes:
+            self._homes[module] = next((home for home, one in self._model.named_modules() if one is module), None)
+        home = self._homes[module]
+        return home is not None and f"{home}.{name}".lstrip(".") in self.names
 
 
 @contextlib.contextmanager
