@@ -328,10 +328,21 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def gradients(model: nn.Module, output: object) -> list[Tensor | None]:
-    """Return the gradients of the sum of all that came out, by the parameters that want one; nothing is written into them."""
+    """Return what a backward from the sum of all that came out leaves on the parameters that want a gradient; theirs are put back."""
     ends = [leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return list(torch.autograd.grad(ends, wanted, allow_unused=True)) if ends and wanted else []
+    if not ends or not wanted:
+        return []
+    kept = [parameter.grad for parameter in wanted]
+    for parameter, grad in zip(wanted, kept, strict=True):  # where one lies already, a training adds to it
+        parameter.grad = None if grad is None else grad.clone()
+    try:
+        # As a training does: `torch.autograd.grad` shows hooks no gradient of a parameter that has been reached before.
+        torch.autograd.backward(ends)
+        return [parameter.grad for parameter in wanted]
+    finally:
+        for parameter, grad in zip(wanted, kept, strict=True):
+            parameter.grad = grad
 
 
 def move_random_numbers() -> None:

@@ -49,6 +49,19 @@ class ScalesTheGradient(Watches):
             output.register_hook(lambda gradient: gradient * 2)
 
 
+class HalvesGradientsThatLieThere(Watches):
+    """Those of weights that the backward has reached before it comes to this module."""
+
+    def on_start(self, state: State, event: Event) -> None:
+        weight = state.model.get_submodule("lm_head").get_parameter("weight")
+
+        def halve(module: nn.Module, before: object, behind: object) -> None:
+            if weight.grad is not None:
+                weight.grad.mul_(0.5)
+
+        self.register_hook(state.model.get_submodule("norm"), halve, "full_backward")
+
+
 class DoublesFromAnUpdateOn(Doubles):
     def on_start(self, state: State, event: Event) -> None:
         pass
@@ -109,6 +122,7 @@ WRONG: dict[type[Modifier], tuple[str, str]] = {
     Doubles: ("hooks_watch", "the output of norm"),
     CutsTheGradient: ("hooks_watch", "the output of norm"),
     ScalesTheGradient: ("hooks_watch", "what gradients reach the parameters"),
+    HalvesGradientsThatLieThere: ("hooks_watch", "what gradients reach the parameters"),
     DoublesFromAnUpdateOn: ("hooks_watch", "after BATCH_START"),
     DoublesBesideACalibration: ("hooks_watch", "the output of norm"),
     KeepsItsHooks: ("nothing_left", "1 hooks are on the model after on_end"),
