@@ -405,7 +405,7 @@ def class_twin(model: nn.Module, settings: Mapping[tuple[str, ...], Any] | None 
     from transformers import PreTrainedModel
     from transformers.initialization import no_init_weights
 
-    from compressor.model.loading.buffers import parameters_on_meta, recompute_buffers
+    from compressor.model.loading.casts import parameters_on_meta, recompute_buffers
     from compressor.model.loading.load import quiet_transformers
 
     if not isinstance(model, PreTrainedModel):

@@ -25,7 +25,7 @@ from compressor.model.checkpoints.save import RECORD_FILE
 from compressor.model.experts.format import plain_names
 from compressor.model.experts.unfuse import UnfusedModel, unfuse_into
 from compressor.model.folder import check_weight_files, one_line, read_config, read_json, resolve_folder, some, weight_files
-from compressor.model.loading.buffers import parameters_on_meta, recompute_buffers
+from compressor.model.loading.casts import parameters_on_meta, recompute_buffers
 from compressor.model.loading.load import (
     DTYPES,
     LOAD_ERRORS,
