@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor, nn
@@ -52,14 +52,22 @@ class ScalesTheGradient(Watches):
 class HalvesGradientsThatLieThere(Watches):
     """Those of weights that the backward has reached before it comes to this module."""
 
+    halved: ClassVar[str] = "lm_head"
+
     def on_start(self, state: State, event: Event) -> None:
-        weight = state.model.get_submodule("lm_head").get_parameter("weight")
+        weight = state.model.get_submodule(self.halved).get_parameter("weight")
 
         def halve(module: nn.Module, before: object, behind: object) -> None:
             if weight.grad is not None:
                 weight.grad.mul_(0.5)
 
         self.register_hook(state.model.get_submodule("norm"), halve, "full_backward")
+
+
+class HalvesGradientsOfBefore(HalvesGradientsThatLieThere):
+    """Those of weights that it has not reached: what an earlier backward has left, where a training adds several up."""
+
+    halved: ClassVar[str] = "layers.0.up_proj"
 
 
 class DoublesFromAnUpdateOn(Doubles):
@@ -123,6 +131,7 @@ WRONG: dict[type[Modifier], tuple[str, str]] = {
     CutsTheGradient: ("hooks_watch", "the output of norm"),
     ScalesTheGradient: ("hooks_watch", "what gradients reach the parameters"),
     HalvesGradientsThatLieThere: ("hooks_watch", "what gradients reach the parameters"),
+    HalvesGradientsOfBefore: ("hooks_watch", "what gradients reach the parameters"),
     DoublesFromAnUpdateOn: ("hooks_watch", "after BATCH_START"),
     DoublesBesideACalibration: ("hooks_watch", "the output of norm"),
     KeepsItsHooks: ("nothing_left", "1 hooks are on the model after on_end"),

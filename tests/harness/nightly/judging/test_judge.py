@@ -303,6 +303,8 @@ def test_what_noisy_nights_may_hide_is_inconclusive() -> None:
     found = [judge(noisy_late(20, factor=1.2, seed=seed)) for seed in range(12)]
     assert sum(one.verdict is Verdict.INCONCLUSIVE and "so that it may be chance" in one.summary for one in found) >= 8
     assert sum(one.verdict is Verdict.PASS for one in found) <= 3
+    two_are_good = judge(noisy_late(20, factor=1.1, seed=17))  # the last two nights, of which the repetitions would tell
+    assert two_are_good.verdict is Verdict.INCONCLUSIVE and "more nights would tell" in two_are_good.summary
 
 
 def test_a_step_that_is_said_to_show_mostly_does() -> None:
