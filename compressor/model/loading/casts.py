@@ -254,16 +254,12 @@ def recompute_buffers(model: nn.Module) -> None:
     A class whose constructor computes a table in torch's default dtype (GPT-J, CodeGen) has it rounded where it is made in half precision.
 
     Args:
-        model: made under `parameters_on_meta`, weights not yet filled in; its computed buffers are changed.
+        model: made under `parameters_on_meta`, weights and buffers of files not yet filled in; its computed buffers are changed.
     """
     with torch.no_grad():
         for owner, module in _initialized_by(model, None):
             if module._non_persistent_buffers_set:
-                kept = {key: value for key, value in module._buffers.items() if key not in module._non_persistent_buffers_set}
-                held = {key: value.clone() for key, value in kept.items() if value is not None and not value.is_meta}
                 owner._init_weights(module)
-                for key, value in held.items():
-                    module._buffers[key] = value
 
 
 def _initialized_by(module: nn.Module, owner: nn.Module | None) -> Iterator[tuple[Any, nn.Module]]:
