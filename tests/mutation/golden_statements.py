@@ -118,9 +118,9 @@ def sees_the_last_bit_of_every_float(shelf: Shelf) -> bool:
 
 def sees_nan_payloads_and_the_sign_of_zero(shelf: Shelf) -> bool:
     """NaN is compared by its bits, and -0 is not 0."""
-    nan = torch.tensor([0x7FC00000, 0], dtype=torch.int32).view(torch.float32)
+    nan = torch.tensor([0x7FC00000, 0, 1 << 29], dtype=torch.int32).view(torch.float32)
     shelf.write("nan", nan)
-    others = ([0x7FC00001, 0], [0x7FC00000, -(2**31)], [-4194304, 0])
+    others = ([0x7FC00001, 0, 1 << 29], [0x7FC00000, -(2**31), 1 << 29], [-4194304, 0, 1 << 29])
     same = shelf.check("nan", nan.clone())["verdict"] == "pass"
     return same and all(
         shelf.check("nan", torch.tensor(bits, dtype=torch.int32).view(torch.float32))["verdict"] == REGRESSED for bits in others

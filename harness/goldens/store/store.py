@@ -7,6 +7,7 @@ are not judged. Then the limits: one that was loosened without a reason, or that
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,7 +26,8 @@ from harness.tolerance import Comparison, TierMap, compare, vacuous_decoys
 from harness.tolerance.bits import to_bytes
 from harness.tolerance.measures import measure
 
-_WITH_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_COMPLEX = (torch.complex64, torch.complex128)
+_WITH_NAN = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, *_COMPLEX)
 _PLAINLY_DIFFERENT = 0.1
 """Relative error from which on the neighbouring tensor of a golden counts as another layer's."""
 
@@ -266,7 +268,7 @@ def _empty(tensors: Mapping[str, Tensor]) -> Answer | None:
             GoldenVerdict.VACUOUS, f"{next(iter(tensors))}: holds no value at all, so only a shape is kept; give outputs with values"
         )
     for name, tensor in tensors.items():
-        if tensor.numel() and tensor.dtype in _WITH_NAN and (only := _nothing_but(tensor.to(torch.float64))):
+        if tensor.numel() and tensor.dtype in _WITH_NAN and (only := _nothing_but(_widest(tensor))):
             return Answer(GoldenVerdict.VACUOUS, f"{name}: is nothing but {only}, which no golden may hold; see what made it")
     zeros = [name for name, tensor in tensors.items() if tensor.numel() > 1 and _is_zero(tensor)]
     dead = [name for name in zeros if len(zeros) == len(tensors) or tensors[name].is_floating_point()]
@@ -278,15 +280,23 @@ def _empty(tensors: Mapping[str, Tensor]) -> Answer | None:
 
 
 def _nothing_but(values: Tensor) -> str:
-    """Say what fills a tensor that no computation meant; zeros and infinity together may be a mask."""
-    if bool(values.isnan().all()):
-        return "NaN"
-    return "infinity" if values.numel() > 1 and not bool(values.isfinite().any()) else ""
+    """Say what fills a tensor that no computation meant: no finite value but 0. Zeros and -inf together may be a mask."""
+    if bool((values.isfinite() & (values != 0)).any()):
+        return ""
+    kinds = {"NaN": values.isnan(), "infinity": values.isinf(), "zeros": values == 0}
+    found = [word for word, where in kinds.items() if bool(where.any())]
+    is_mask = "NaN" not in found and "zeros" in found and not bool((values.isinf() & (values != -math.inf)).any())
+    is_limit = found == ["infinity"] and values.numel() == 1
+    return "" if is_mask or is_limit else " and ".join(found)
+
+
+def _widest(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _is_zero(tensor: Tensor) -> bool:
     if tensor.dtype in _WITH_NAN:
-        return bool((tensor.to(torch.float64) == 0).all())
+        return bool((_widest(tensor) == 0).all())
     return not bool(to_bytes(tensor).any())
 
 

@@ -17,7 +17,7 @@ from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differences
-from harness.lifecycle.driving.probes import masked_batch
+from harness.lifecycle.driving.probes import masked_batch, tiny_batches
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze, num_hooks
 from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call, gradients
 from harness.lifecycle.witness import Witness, flowing, strides
@@ -63,7 +63,8 @@ class _Watch:
 
     def __init__(self, subject: Subject, model: nn.Module) -> None:
         self._subject = subject
-        batches = [*subject.batches, *([masked_batch()] if subject.is_tiny else [])]
+        others: list[Batch] = [masked_batch(), tiny_batches(1)[0][:1]] if subject.is_tiny else []
+        batches = [*subject.batches, *others]
         some = list(islice(cycle(batches), max(LEAST_BATCHES, len(batches))))
         # Where random numbers may be drawn, those of the model's own training mode cannot be held against one another.
         modes = (False,) if "random" in subject.tags else (False, True)

@@ -615,3 +615,15 @@ def test_state_goes_under_private_names() -> None:
     modifier._seen = {"a": 1}  # type: ignore[attr-defined]
     assert modifier == KeepsStateInAField()
     assert modifier != KeepsStateInAField(count=1)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_the_tiny_model_gets_batches_of_one_row_of_some_and_padded_ones(rows) -> None:
+    class Hooked(Base):
+        def on_calibration_start(self, state: State, event: Event) -> None:
+            hook = lambda module, args: _none(args[0].data.mul_(1.01) if len(args[0]) == rows else None)  # noqa: E731
+            self.register_hook(state.model.get_submodule("norm"), hook, "forward_pre")
+
+    *_, record = verify(Hooked(), checks=["lifecycle.hooks_watch"], profile="pr").records
+    assert record.outcome is Outcome.FAIL
+    assert "the input of norm is not what it is without" in record.summary

@@ -33,7 +33,7 @@ def every_kind() -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors["half complex"] = torch.tensor([1 + 2j]).to(torch.complex32)
-    payloads = torch.tensor([0x7FC00001, 0x7F800001, -1, -(2**31)], dtype=torch.int32).view(torch.float32)
+    payloads = torch.tensor([0x7FC00001, 0x7F800001, -1, -(2**31), 1 << 29], dtype=torch.int32).view(torch.float32)
     return {
         **tensors,
         "bool": torch.arange(9) % 2 == 0,
@@ -183,12 +183,22 @@ def test_a_limit_that_lets_decoys_through_is_never_written_and_never_passes(shel
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [([math.inf, -math.inf], "infinity"), ([math.nan, math.inf], "infinity"), ([math.nan], "NaN")],
+    [
+        ([math.inf, -math.inf], "infinity"),
+        ([math.nan, math.inf], "NaN and infinity"),
+        ([math.nan], "NaN"),
+        ([math.nan, 0.0, -0.0], "NaN and zeros"),
+        ([0.0, math.inf], "infinity and zeros"),
+        ([0.0, -math.inf, math.nan], "NaN and infinity and zeros"),
+        ([complex(math.nan, 0.0)] * 2, "NaN"),
+        ([complex(0.0, math.inf), 0j], "infinity and zeros"),
+    ],
 )
 def test_what_no_computation_meant_is_never_written(shelf, values, said) -> None:
     with pytest.raises(GoldenMismatch, match=f"is nothing but {said}, which no golden may hold"):
         shelf.write("x", torch.tensor(values))
     shelf.write("mask", torch.tensor([0.0, -math.inf]))
+    shelf.write("one number", torch.tensor([math.nan, 0.0, 1e-30]))
     shelf.write("largest", torch.tensor(math.inf))
 
 
