@@ -331,6 +331,19 @@ def partial_path(target: Path, token: str) -> Path:
     return target.with_name(f".{target.name}.partial-{token}")
 
 
+def default_run_dir(output_dir: str | Path) -> Path:
+    """Name the run folder that belongs to an output folder: its sibling, which keeps what a run has finished.
+
+    Args:
+        output_dir: where the checkpoint will be.
+
+    Returns:
+        The path.
+    """
+    target = real_path(output_dir)
+    return target.with_name(f"{target.name}.partial-run")
+
+
 def _check_empty_dir(target: Path, beside_others: bool) -> None:
     if not target.is_dir():
         raise OutputError(f"{target}: is a file where a folder is to be written; name a new folder")

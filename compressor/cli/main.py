@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compressor.atomic import default_run_dir
 from compressor.cli import convert, inspect, mappings, resumed_lines, trace, train
 from compressor.console import Parser, add_completion, add_verbosity, logged, with_output
 from compressor.distributed.launch import is_first_rank, num_ranks
@@ -130,8 +131,13 @@ def _one_line(error: BaseException) -> str:
 def _left(args: argparse.Namespace) -> str:
     """What an interruption leaves behind: checkpoints appear whole or not at all, which it may come too late for."""
     output_dir = getattr(args, "output_dir", None)
-    is_whole = output_dir is not None and (Path(output_dir) / "compression.json").is_file()
-    return f"the checkpoint in {output_dir} is whole" if is_whole else "nothing was written"
+    if output_dir is None:
+        return "nothing was written"
+    if (Path(output_dir) / "compression.json").is_file():
+        return f"the checkpoint in {output_dir} is whole"
+    run_dir = Path(getattr(args, "run_dir", None) or default_run_dir(output_dir))
+    goes_on = f"what {run_dir} holds is kept; the same command with --resume goes on from there"
+    return goes_on if run_dir.exists() else "nothing was written"
 
 
 def _notes(error: BaseException) -> str:

@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor.atomic import check_output_dir, real_path
+from compressor.atomic import check_output_dir, default_run_dir, real_path
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
 from compressor.json_text import from_json
 from compressor.model.checkpoints.audit import check_written
 from compressor.pipelines.journal.fingerprint import Fingerprint, digest
 from compressor.pipelines.journal.place import RECORD_FILE
-from compressor.pipelines.journal.run_folder import default_run_dir
 from compressor.training_run.states import States, check_states_dir, opened
 
 

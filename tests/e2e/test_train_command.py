@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import signal
@@ -557,6 +558,25 @@ def test_ctrl_c_behind_the_last_step_says_what_is_there(run: Runner, tmp_path: P
     said = run.capsys.readouterr().err
     assert (f"the checkpoint in {tmp_path / 'o'} is whole" in said) == (when == "after")
     assert ("4 steps are kept in" in said) == (when == "before") and "nothing was written" not in said
+
+
+@pytest.mark.parametrize("given", ["beside it", "named"])
+def test_ctrl_c_before_anything_was_read_says_what_an_earlier_run_has_kept(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    kept = tmp_path / ("o.partial-run" if given == "beside it" else "kept")
+    common = ["train", str(run.model), "--dataset", str(run.tokens), "--output-dir", str(tmp_path / "o"), "--resume", *fast(())]
+    common += ["--run-dir", str(kept)] if given == "named" else []
+
+    def pressed(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib.import_module("compressor.training_run"), "train", pressed)
+    assert main(common) == 130
+    assert run.capsys.readouterr().err == "compressor train: interrupted; nothing was written\n"
+    kept.mkdir()
+    assert main(common) == 130
+    assert f"interrupted; what {kept} holds is kept; the same command with --resume goes on from there" in run.capsys.readouterr().err
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_state(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

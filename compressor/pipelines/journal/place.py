@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from compressor.atomic import check_output_dir, partial_path, real_path
+from compressor.atomic import check_output_dir, default_run_dir, partial_path, real_path
 from compressor.errors import AlreadyDoneError, OutputError, ResumeError
 from compressor.json_text import from_json
 from compressor.lifecycle import Modifier
@@ -20,7 +20,6 @@ from compressor.pipelines.journal.run_folder import (
     RunFolder,
     check_names,
     check_run_dir,
-    default_run_dir,
     header,
     read_journal,
     refuse_to_overwrite,

@@ -28,7 +28,6 @@ from typing import Any
 from compressor.atomic import flush, own_names, real_path, reason, remove, whole_file
 from compressor.errors import CheckpointError, ModelError, OutputError, ResumeError
 
-_SUFFIX = ".partial-run"
 _LOCK, JOURNAL = "lock", "journal.jsonl"
 _FORMAT = 1
 _CHECKPOINT, _EMPTY = "checkpoint", "empty"
@@ -156,19 +155,6 @@ def _remedy(path: Path, num_good: int) -> str:
     if num_good < 2:
         return remedy
     return f"{remedy}; or keep its first {num_good} lines and the first {num_good - 1} stage files, and resume from there"
-
-
-def default_run_dir(output_dir: str | Path) -> Path:
-    """Name the run folder that belongs to an output folder: its sibling.
-
-    Args:
-        output_dir: where the checkpoint will be.
-
-    Returns:
-        The path.
-    """
-    target = real_path(output_dir)
-    return target.with_name(target.name + _SUFFIX)
 
 
 def check_run_dir(run_dir: str | Path, *, resume: bool, source: str | Path | None, output_dir: str | Path | None) -> Path:

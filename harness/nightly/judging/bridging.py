@@ -2,11 +2,13 @@
 
 Another environment shifts every reading by some factor. A commit that was measured in both tells the factor, to within the noise of those
 nights; with it the earlier nights go on in the new environment, and a change of code is seen there at once instead of after a month.
+Nights on which both measured are each one's own: what changed on one machine says nothing of the other.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,10 @@ from numpy.typing import NDArray
 from harness.nightly.judging.shifts import Bridge
 from harness.nightly.measurement import Measurement, in_time
 
+LIVE_NIGHTS = 7
+"""An environment that measured in one of the last so many nights still counts."""
+_NEAR = 5
+"""Nights of commits that ran in both, next to where one series goes on as the other, that tell the factor."""
 _PAIRS = 1 << 20
 """Of repetitions that are held at once."""
 _LARGEST = 700.0
@@ -106,22 +112,43 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
         environment: digest.
 
     Returns:
-        Its nights; behind those of the last earlier environment that ran a commit which ran here, too.
+        Its nights; behind those of the last earlier environment that ran a commit which ran here, too, up to the night from which on
+        this one measured beside it.
     """
     own = [one for one in series if one.environment == environment]
     last = in_time(own[-1].night)
     earlier = dict.fromkeys(one.environment for one in reversed(series) if in_time(one.night) < last and one.environment != environment)
     for place in earlier:
-        before = [one for one in series if one.environment == place and in_time(one.night) < last]
-        common = {one.revision for one in own if _is_commit(one.revision)} & {one.revision for one in before}
-        after = [one for one in own if one.revision not in common]  # runs of the same commit again are what the bridge is made of
-        if common and after and in_time(before[-1].night) <= in_time(after[0].night):
-            return _joined(before, own, after, common)
+        theirs = [one for one in series if one.environment == place and in_time(one.night) < last]
+        joint = _joint(theirs, own)
+        before = theirs[:joint]
+        common = _near(theirs, {one.revision for one in own if _is_commit(one.revision)}, joint)
+        again = {one.revision for one in before if _is_commit(one.revision)}
+        after = [one for one in own if one.revision not in again]  # runs of an earlier commit again are what the bridge is made of
+        if before and common and after and in_time(before[-1].night) <= in_time(after[0].night):
+            return _joined(before, after, common, (own, theirs))
     return BridgedSeries(tuple(own), *_levels(own))
 
 
-def _joined(before: list[Measurement], own: list[Measurement], after: list[Measurement], common: set[str]) -> BridgedSeries:
-    here, there = (_levels([one for one in side if one.revision in common])[0] for side in (own, before))
+def _joint(theirs: Sequence[Measurement], own: Sequence[Measurement]) -> int:
+    """Place of the first of their nights from which on this environment measured beside them, without a long pause; else their number."""
+    times, joint = [in_time(one.night) for one in own], len(theirs)
+    until = [0, *(bisect_right(times, in_time(one.night)) for one in theirs)]
+    for place in reversed(range(len(theirs))):
+        if joint - place > LIVE_NIGHTS + 1:
+            break
+        joint = place if until[place + 1] > until[place] else joint
+    return joint
+
+
+def _near(theirs: Sequence[Measurement], own: set[str], joint: int) -> set[str]:
+    """Commits that ran in both, of those nights of theirs that are next to a place: far from it, one machine alone may have changed."""
+    places = sorted((place for place, one in enumerate(theirs) if one.revision in own), key=lambda place: abs(place - joint))
+    return {theirs[place].revision for place in places[:_NEAR]}
+
+
+def _joined(before: list[Measurement], after: list[Measurement], common: set[str], sides: tuple[list[Measurement], ...]) -> BridgedSeries:
+    here, there = (_levels([one for one in side if one.revision in common])[0] for side in sides)
     (levels_B, errors_B), (levels_A, errors_A) = _levels(before), _levels(after)
     levels_N = np.concatenate([levels_B + (here.mean() - there.mean()), levels_A])
     bridge = Bridge(len(before), math.sqrt(1 / len(here) + 1 / len(there)))

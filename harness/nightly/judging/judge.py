@@ -15,7 +15,7 @@ from datetime import date
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.nightly.judging.bridging import BridgedSeries, bridged, effect_of_levels
+from harness.nightly.judging.bridging import LIVE_NIGHTS, BridgedSeries, bridged, effect_of_levels
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.judging.paired import judge_paired
 from harness.nightly.judging.shifts import (
@@ -32,13 +32,13 @@ from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantile
 
-LIVE_NIGHTS = 7
-"""An environment that measured in one of the last so many nights still counts."""
 _CONFIDENCE = 0.95
 _LEAST_P = 1e-12  # below it the tail is not exact
 _TEN = 10
 _RESTLESS = 3.0
 """Times the noise of other nights: more is no chance in two nights that follow each other."""
+_FAR = 6.0
+"""Likewise, where the two differ from one another by so much that no test shows it."""
 
 
 def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (), today: date | None = None) -> Judgement:
@@ -141,15 +141,18 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
 
 
 def _hidden(above_N: NDArray[np.float64], errors_N: NDArray[np.float64], noise: float, better: str) -> str:
-    """Say where the last nights would count as worse, if their repetitions did not differ so much more than those of other nights."""
+    """Say where the last nights would count as worse, if they, or their repetitions, did not differ so much more than other nights."""
     last = float(above_N[-LEAST_AFTER:].min())
     times = float(np.median(errors_N[-LEAST_AFTER:]) / max(noise, np.median(errors_N)))
-    if times < _RESTLESS or last < max(LEAST_EFFECT, _RESTLESS * noise):
-        return ""
-    return (
-        f"the last nights are worse by {effect_of_levels(last, better):.1%} or more, but their repetitions differ {times:.0f} times as "
-        "much as those of others, so that it may be chance; ten such nights would tell, or more repetitions"
-    )
+    worse = f"the last nights are worse by {effect_of_levels(last, better):.1%} or more"
+    if times >= _RESTLESS and last >= max(LEAST_EFFECT, _RESTLESS * noise):
+        return (
+            f"{worse}, but their repetitions differ {times:.0f} times as much as those of others, so that it may be chance; "
+            "ten such nights would tell, or more repetitions"
+        )
+    if last >= max(LEAST_EFFECT, _FAR * noise):
+        return f"{worse}, but they differ so much from one another that it may be chance; the next ones will tell"
+    return ""
 
 
 def _late(above_K: NDArray[np.float64], usual: float, now: float, better: str) -> str:

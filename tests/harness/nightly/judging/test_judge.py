@@ -14,7 +14,7 @@ from ruptures import KernelCPD
 from harness.errors import HarnessError
 from harness.nightly.judging.bridging import effect_of_levels, level
 from harness.nightly.judging.judge import judge
-from harness.nightly.judging.judgement import day_of_looking
+from harness.nightly.judging.judgement import Judgement, day_of_looking
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_NOISE, Bridge, Shift, find_shifts
 from harness.nightly.judging.spread import student_tail
 from harness.nightly.measurement import Acceptance, Measurement
@@ -110,6 +110,43 @@ def test_a_commit_that_ran_in_both_environments_bridges_them() -> None:
     assert bad.changes[0].high - bad.changes[0].low > 0.01  # two bridging nights are not sure of more
     assert judge([*old, *at(bridge, "c"), *worse]).verdict is Verdict.INCONCLUSIVE
     assert judge([*at(old, "a-dirty"), *at(bridge, "a-dirty"), *worse]).verdict is Verdict.INCONCLUSIVE  # dirty in two ways
+
+
+def beside(theirs: list[float], own: list[float], lag: int = 0) -> Judgement:
+    """Two machines that measured the same commits from one night on, the other some nights later; the first is gone for long."""
+    old = [replace(one, revision=f"commit{n}") for n, one in enumerate(series(theirs, seed=1, environment="there"))]
+    new = [replace(one, revision=f"commit{n - lag}") for n, one in enumerate(series(own, seed=2))][lag:]
+    return judge(sorted([*old, *new], key=lambda one: one.night))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("end", [42, 50, 70])
+def test_what_changed_on_one_of_two_machines_says_nothing_of_the_other(end: int, lag: int) -> None:
+    assert beside([100.0] * 40 + [110.0] * (end - 40), [200.0] * 80, lag).verdict is Verdict.PASS
+    found = beside([100.0] * end, [200.0] * 40 + [220.0] * 40, lag)
+    (change,) = found.changes
+    assert found.verdict is Verdict.REGRESSION and change.night == night_label(40) and change.low < 0.1 < change.high
+    (change,) = beside([100.0] * 40 + [70.0] * (end - 40), [200.0] * 40 + [220.0] * 40, lag).changes
+    assert change.night == night_label(40) and change.low < 0.1 < change.high
+
+
+def test_nights_before_the_other_machine_began_are_carried_over_and_those_beside_it_are_not() -> None:
+    def found(now: float) -> Judgement:
+        old = [replace(one, revision=f"c{n}") for n, one in enumerate(series([100.0] * 40 + [150.0] * 10, seed=1, environment="there"))]
+        new = [replace(one, revision=f"c{n}") for n, one in enumerate(series([200.0] * 52 + [now] * 8, seed=2))]
+        return judge(sorted([*old, *at(new[20:21], "c2"), *new[34:]], key=lambda one: one.night))  # the 20th night ran the second again
+
+    assert found(200.0).verdict is Verdict.PASS and "60 nights (34 of environment there" in found(200.0).summary
+    (change,) = found(212.0).changes
+    assert change.night == night_label(52) and change.low < 0.06 < change.high
+
+
+def test_two_nights_far_off_that_no_test_shows_are_inconclusive() -> None:
+    nights = series([100.0] * 40 + [119.0, 124.0])
+    nights[-2:] = [replace(one, values=tuple([size] * 10)) for one, size in zip(nights[-2:], (115.0, 130.0), strict=True)]
+    found = judge(nights)
+    assert found.verdict is Verdict.INCONCLUSIVE and "worse by 15.0% or more, but they differ so much from one another" in found.summary
+    assert judge(nights[:-1]).verdict is Verdict.PASS  # one bad night is no change
 
 
 def test_what_is_compared_across_a_bridge_is_as_unsure_as_the_bridge() -> None:
