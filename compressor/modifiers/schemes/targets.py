@@ -286,8 +286,9 @@ def _check_groups(schemes: dict[str, QuantizationScheme], modules: dict[str, nn.
     bad = []
     for name, scheme in schemes.items():
         columns = weight_of(modules[name]).shape[1]
-        sizes = {args.group_size for args in (scheme.weights, scheme.input_activations) if args is not None and args.is_grouped}
-        bad += [f"{name} has {columns} columns for group_size={size}" for size in sorted(filter(None, sizes)) if columns % size]
+        both = {"inputs": scheme.input_activations, "weights": scheme.weights}
+        sizes = {args.group_size: what for what, args in both.items() if args is not None and args.group_size and args.is_grouped}
+        bad += [f"{name} has {columns} columns for {what} of group_size={size}" for size, what in sizes.items() if columns % size]
     if bad:
         listed = ", ".join(bad[:3]) + (", ..." if bad[3:] else "")
         raise SchemeError(f"{len(bad)} modules: {listed}; columns must divide into groups: ignore these modules or choose a divisor")

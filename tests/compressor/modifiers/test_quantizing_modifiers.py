@@ -378,6 +378,13 @@ def test_a_static_input_without_data_is_an_error() -> None:
         calibrate(Block(width=128), QuantizationModifier(scheme="FP8"), [])
 
 
+@pytest.mark.parametrize(("scheme", "whose"), [("FP8_BLOCK", "inputs"), ("W4A16", "weights"), ("NVFP4", "weights")])
+def test_whose_groups_do_not_divide_is_said(scheme: str, whose: str) -> None:
+    session = Session(State(nn.Sequential(nn.Linear(40, 8))), [QuantizationModifier(scheme=scheme)])
+    with pytest.raises(SchemeError, match=rf"0 has 40 columns for {whose} of group_size=\d+; columns must divide"):
+        session.initialize()
+
+
 def test_group_sizes_that_do_not_divide_are_all_named() -> None:
     model = nn.Sequential(nn.Linear(48, 8), nn.Linear(128, 8), nn.Linear(200, 8))
     with pytest.raises(SchemeError, match=r"2 modules: 0 has 48 columns .* 2 has 200 columns .* group_size=128"):
