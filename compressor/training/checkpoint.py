@@ -120,8 +120,8 @@ def _is_simple(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value))
 
 
-@checked(trainer=_TRAINER, path=PATH)
-def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
+@checked(trainer=_TRAINER, path=PATH, expected=MAPPING)
+def load_training(trainer: Trainer, path: str | Path, expected: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Bring a trainer to a stored state. Changes model, optimizer, averages, modifiers, random generators and the trainer's plans.
 
     A session is led through its batches again without steps, so that modifiers start and end where they did.
@@ -129,18 +129,22 @@ def load_training(trainer: Trainer, path: str | Path) -> dict[str, Any]:
     Args:
         trainer: made as the one that was stored was, and not yet used.
         path: what `save_training` wrote.
+        expected: notes that must be among the stored ones, such as which run it is; JSON types.
 
     Returns:
         The notes that were stored with it.
 
     Raises:
-        ResumeError: the file is missing, damaged, of another model, optimizer, recipe, setting or format, or the trainer has made steps
-            already. Nothing has changed then.
+        ResumeError: the file is missing, damaged, of another model, optimizer, recipe, setting or format, lacks an expected note, or the
+            trainer has made steps already. Nothing has changed then.
     """
     path = Path(path)
     if trainer.num_steps:
         raise ResumeError(f"{path}: the trainer has made {trainer.num_steps} steps already; resume with a new one")
     record, tensors = _read(path)
+    other = [key for key, value in _json(expected).items() if key not in record["notes"] or record["notes"][key] != value]
+    if other:
+        raise ResumeError(f"{path}: it is a state of another run, by its note {other[0]!r}; give one of this run")
     kept = {name: tensor for name, tensor in tensors.items() if name.startswith(_KEPT)}
     rng = [tensors[name] for name in sorted(name for name in tensors if name.startswith("rng:"))]
     stored = {name: tensor for name, tensor in tensors.items() if not name.startswith((_KEPT, "rng:"))}

@@ -17,7 +17,7 @@ from typing import Any
 from compressor.atomic import own_names, partial_path, real_path, remove, whole_file
 from compressor.errors import ModelError, OutputError, ResumeError
 from compressor.json_text import from_json, to_json
-from compressor.pipelines.journal.fingerprint import Fingerprint, changes
+from compressor.pipelines.journal.fingerprint import Fingerprint, changes, digest
 from compressor.pipelines.journal.run_folder import RunFolder
 from compressor.training import Trainer, load_training, save_training
 
@@ -87,10 +87,11 @@ class FolderStates(States):
     """
 
     def __init__(self, folder: RunFolder, run: Fingerprint, token: str) -> None:
-        self._folder, self._run, self.token, self.path = folder, run, token, folder.path
+        self._folder, self.token, self.path = folder, token, folder.path
+        self._of_this_run = {"run": digest(run)}
 
     def load_newest(self, trainer: Trainer, num_steps: int) -> dict[str, Any] | None:
-        """Bring a trainer to the newest whole state; one that is damaged is left out, and named.
+        """Bring a trainer to the newest whole state; one that is damaged, or of another run, is left out, and named.
 
         Args:
             trainer: not yet used; changed.
@@ -105,13 +106,13 @@ class FolderStates(States):
         damaged: list[str] = []
         for path in reversed(_states(self._folder.path)):
             try:
-                notes = load_training(trainer, path)
+                notes = load_training(trainer, path, self._of_this_run)
             except ResumeError as error:
                 damaged.append(str(error).rpartition("; ")[0])  # its remedy is for who chose the file
                 continue
             left_out = f" ({damaged[0]})" if damaged else ""
             self.resumed = f"resumed after step {trainer.num_steps} of {num_steps}{left_out}"
-            return notes
+            return {key: value for key, value in notes.items() if key not in self._of_this_run}
         if damaged:
             raise ResumeError(
                 f"{self._folder.path}: none of its states can be taken ({'; '.join(damaged)}); remove that folder and give the same "
@@ -126,7 +127,7 @@ class FolderStates(States):
             trainer: the trainer.
             notes: what comes back with it; JSON types.
         """
-        save_training(trainer, self._folder.path / f"state-{trainer.num_steps:08d}.safetensors", notes)
+        save_training(trainer, self._folder.path / f"state-{trainer.num_steps:08d}.safetensors", {**notes, **self._of_this_run})
         for path in _states(self._folder.path)[:-_KEPT]:
             remove(path)
 

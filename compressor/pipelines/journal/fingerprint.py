@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ Fingerprint = dict[str, Any]
 # What a user may choose otherwise in a resumed run: where activations wait, and how much of the plan is proven.
 _CHANGE_NOTHING = {"activation_memory", "activation_device_memory", "offload_dir", "verify"}
 _SHOWN_CHANGES = 6
-_SHOWN_CHARS = 60
+_SHOWN_CHARS, _LEFT_ALIKE = 60, 20
 # Files of a model's folder that end up in the result, or decide about it, beside its weights.
 _TEXT_SUFFIXES = {".json", ".jinja", ".txt", ".model", ".py", ".tiktoken", ".bpe"}
 
@@ -193,11 +194,15 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _change(key: str, old: Any, new: Any) -> str:
-    if isinstance(old, str) and isinstance(new, str) and "\n" in old + new:
-        diff = [line for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line[:1] in "+-"]
-        was, now = ("; ".join(line[2:].strip() for line in diff if line[0] == sign) for sign in "-+")
-        return f"{key} said {_short(was)} and says {_short(now)}"
-    return f"{key} was {_short(old)} and is {_short(new)}"
+    was, now = "was", "is"
+    if isinstance(old, str) and isinstance(new, str):
+        if "\n" in old + new:
+            diff = [line for line in difflib.ndiff(old.splitlines(), new.splitlines()) if line[:1] in "+-"]
+            old, new = ("; ".join(line[2:].strip() for line in diff if line[0] == sign) for sign in "-+")
+            was, now = "said", "says"
+        alike = next((place for place, pair in enumerate(zip_longest(old, new)) if pair[0] != pair[1]), 0)
+        old, new = (f"...{text[alike - _LEFT_ALIKE :]}" if alike > _SHOWN_CHARS - _LEFT_ALIKE else text for text in (old, new))
+    return f"{key} {was} {_short(old)} and {now} {_short(new)}"
 
 
 def _short(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from compressor.errors import ResumeError
-from compressor.training import Snapshot, Trainer, TrainStep, adamw
+from compressor.training import Snapshot, Trainer, TrainStep, adamw, load_training
 from compressor.training_run.states import opened
 
 
@@ -40,6 +41,22 @@ def test_an_older_state_that_somebody_made_a_folder_goes_as_others_do(tmp_path: 
             whole.fit(batch_at, number)
             states.save(whole, {})
         assert [path.name for path in sorted(state.parent.glob("state-*"))] == [f"state-0000000{number}.safetensors" for number in (2, 3)]
+
+
+def test_a_state_of_another_run_is_left_out_and_named(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run: Any = {"model": "one", "seed": seed, "machine": {"cores": 2}}
+        whole = trainer()
+        with opened(tmp_path / f"run{seed}", run, resume=False, output_dir=None) as states:
+            for number in (3, 6):
+                whole.fit(batch_at, number)
+                states.save(whole, {"losses": [float(number)]})
+    shutil.copy(tmp_path / "run0" / "state-00000006.safetensors", tmp_path / "run1")
+    with opened(tmp_path / "run1", run, resume=True, output_dir=None) as states:
+        assert states.load_newest(trainer(), 9) == {"losses": [3.0]}
+        assert "it is a state of another run, by its note 'run'" in str(states.resumed) and "00000006" in str(states.resumed)
+    with pytest.raises(ResumeError, match="it is a state of another run, by its note 'epoch'; give one of this run"):
+        load_training(trainer(), tmp_path / "run1" / "state-00000003.safetensors", {"losses": [3.0], "epoch": None})
 
 
 def damaged(path: Path, was: bytes) -> None:

@@ -454,6 +454,11 @@ def test_changes_are_told_from_what_to_what() -> None:
         "settings.new was not given and is True",
     ]
     assert changes(before, before) == []
+    long, lines = "ab" * 60, "x\n" + "cd" * 60
+    assert changes({"data": long + "1" + long, "recipe": lines + "1"}, {"data": long + "2" + long, "recipe": lines + "2"}) == [
+        f"data was '...{long[-20:]}1{long[:36]}...' and is '...{long[-20:]}2{long[:36]}...'",
+        f"recipe said '...{lines[-20:]}1' and says '...{lines[-20:]}2'",
+    ]
     assert changes({str(n): 0 for n in range(9)}, {})[-1] == "3 more things changed"
 
 
