@@ -28,6 +28,13 @@ _EXPONENT_FLOAT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-
 class YamlLoader(yaml.SafeLoader):
     """The safe loader, reading `1e-3` as the number that it is in YAML 1.2 and JSON."""
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Say where a value is none, such as the 31st of February."""
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise yaml.constructor.ConstructorError(None, None, f"{node.value!r}: {error}", node.start_mark) from error
+
 
 class YamlDumper(yaml.SafeDumper):
     """The safe dumper, quoting what YamlLoader would read as a number."""

@@ -131,12 +131,16 @@ class Runner:
             raise HarnessError(f"{self.config.folder / self.night}: cannot be made ({reason(error)}); name another folder") from error
         rows = self._done()
         resumed = len(rows)
-        with self.progress.task("cells", len(cells)) as bar:
-            for cell in cells:
-                bar.advance(0, note=cell.name)
-                if cell.name not in rows:
-                    rows[cell.name] = self._run_cell(cell, rows)
-                bar.advance(note=f"{cell.name}: {rows[cell.name].outcome}")
+        try:
+            with self.progress.task("cells", len(cells)) as bar:
+                for cell in cells:
+                    bar.advance(0, note=cell.name)
+                    if cell.name not in rows:
+                        rows[cell.name] = self._run_cell(cell, rows)
+                    bar.advance(note=f"{cell.name}: {rows[cell.name].outcome}")
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"{len(rows)} of {len(cells)} cells are in {self.config.history}, and the same command goes on behind them")
+            raise
         prefixes = tuple(f"{cell.name}/" for cell in cells)
         measured = [name for name in self.history.metrics() if name.startswith(prefixes)]
         series = {name: self.history.series(name) for name in measured}

@@ -432,10 +432,8 @@ class _Search:
         return role.layers[0] if len(role.layers) == 1 and not role.unread else None
 
     def _kind(self, roles: Mapping[str, Sequence[Projection]]) -> str:
-        if any(len(roles[role]) != 1 for role in ROLES):
-            return "self"
-        q, k, v = (self._streams.of(roles[role][0].activation) for role in ROLES)
-        return "self" if q is k and q is v else "cross"
+        streams = {self._streams.of(layer.activation) for role in ROLES for layer in roles[role]}
+        return "self" if len(streams) <= 1 else "cross"
 
     def _projection(self, node: ir.Node) -> Projection | None:
         if node not in self._projections:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from harness.onnx_graph.census.flow import FlowMap, is_opaque
+from harness.onnx_graph.census.flow import FlowMap, is_attention, is_opaque
 from harness.onnx_graph.census.products import SOFTMAX, Products
 from harness.onnx_graph.graph.view import GraphView, has_subgraph, nodes_inside
 
@@ -40,9 +40,13 @@ class Streams:
         self._of: dict[ir.Value, ir.Value] = {}
         for node in view.nodes:
             above = {self.of(value) for value in view.data_inputs(node) if flow.is_activation(value)}
-            joins = node in products or len(above) != 1
+            joins = len(above) != 1 or any(self._mixes(one, flow) for one in (node, *nodes_inside(node)))
             for output in node.outputs:
                 self._of[output] = output if joins else next(iter(above))
+
+    def _mixes(self, node: ir.Node, flow: FlowMap) -> bool:
+        """Whether a node does what several products do, such as an attention operator all of whose inputs are of one stream."""
+        return node in self._products or is_attention(node) or (is_opaque(node) and _may_mix(self._view, flow, node))
 
     def of(self, value: ir.Value) -> ir.Value:
         """Return the activation that a value is a form of.

@@ -465,7 +465,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "recipe:4: YAML reads 012 as another",
     ),
     "broken yaml": ("a_stage:\n  b_modifiers: [\n", "recipe:3: this is not safe YAML"),
-    "impossible date": ("ToyModifier: {scheme: 2024-13-45}", "recipe: this is not safe YAML"),
+    "impossible date": ("ToyModifier: {scheme: 2024-13-45}", r"recipe:1: this is not safe YAML \('2024-13-45': month must be in 1"),
     "unreadable character": ("ToyModifier: {scheme: '\x00'}", "recipe: this is not safe YAML"),
     "unhashable key": ("? [a]\n: b", "recipe:1: this is not safe YAML"),
     "two documents": ("ToyModifier: {}\n---\nToyModifier: {}\n", "recipe:2: this is not safe YAML"),

@@ -81,6 +81,22 @@ def test_a_run_says_how_far_it_is_and_what_became_of_a_cell(tmp_path: Path, caps
     assert capsys.readouterr().err == ""
 
 
+def test_an_interruption_says_which_cells_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(command: list[str], log: Path, **_: object) -> Ended:
+        if "second" in str(log):
+            raise KeyboardInterrupt
+        log.touch()
+        return Ended(code=0, beyond="", seconds=1.0, memory=1)
+
+    monkeypatch.setattr("harness.nightly.runner.run_limited", ends)
+    config = write(tmp_path, commands={"first": "a", "second": "b"})
+    assert cli.main(["nightly", "run", str(config), "--night", "1", "--quiet"]) == 130
+    told = f"interrupted; 1 of 2 cells are in {tmp_path / 'nightly.sqlite'}, and the same command goes on behind them\n"
+    assert capsys.readouterr().err.endswith(told)
+
+
 def test_a_run_that_is_killed_goes_on_at_the_cell_that_it_was_in(tmp_path: Path) -> None:
     waits = python("import time, pathlib; pathlib.Path('began').touch(); time.sleep(0 if pathlib.Path('go').exists() else 60)")
     config = write(tmp_path, commands={"first": python("pass"), "second": waits})

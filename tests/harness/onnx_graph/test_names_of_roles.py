@@ -248,6 +248,44 @@ def test_the_kind_says_whether_k_or_v_come_from_elsewhere(sources: tuple[str, st
     assert found.counts == {"SEPARATE": 1} and found.blocks[0].kind == kind and holding is Holding.HOLDS
 
 
+def _second(form: str, other: str, halves: bool) -> Callable[[Maker], None]:
+    """Two blocks behind each other, the second of which takes a role from what the first one has read."""
+
+    def layer(maker: Maker, source: str, name: str) -> str:
+        if not halves:
+            return maker.layer(source, name)
+        first, second = maker.op("Split", [source], [f"{name}1", f"{name}2"], axis=-1), f"{name}2"
+        sums = [maker.layer(half, f"{half}_layer", num_in=WIDTH // 2) for half in (first, second)]
+        return maker.op("Add", sums, name)
+
+    def attend(maker: Maker, given: list[str], output: str) -> str:
+        if form == "written out":
+            return maker.attend(*given, output=output)
+        return maker.op("MultiHeadAttention", given, output, "com.microsoft", num_heads=2)
+
+    def write(maker: Maker) -> None:
+        before = maker.norm("x", "n1")
+        first = attend(maker, [layer(maker, before, f"{role}1_") for role in "qkv"], "first")
+        after = maker.norm(maker.op("Add", ["x", first], "on"), "n2")
+        attend(maker, [layer(maker, before if role in other else after, f"{role}2_") for role in "qkv"], "y")
+
+    return write
+
+
+@pytest.mark.parametrize("halves", [False, True], ids=["layers", "sums of half layers"])
+@pytest.mark.parametrize("form", ["written out", "one operator"])
+@pytest.mark.parametrize(
+    ("other", "kind"), [("", "self"), ("k", "cross"), ("v", "cross"), ("q", "cross"), ("kv", "cross"), ("qkv", "self")]
+)
+def test_what_an_earlier_block_has_read_is_another_activation(form: str, other: str, kind: str, halves: bool) -> None:
+    right, _, base = _made(_second(form, "", halves))
+    found, _, model = _made(_second(form, other, halves))
+    assert [block.kind for block in right.blocks] == ["self", "self"]
+    assert [block.kind for block in found.blocks] == ["self", kind], found.text()
+    held = contract_from_names("same-block-count").check(base, model).holding
+    assert held is (Holding.HOLDS if kind == "self" else Holding.VIOLATED)
+
+
 def _foreign(operator: str, *names: str, weights: bool = False) -> Callable[[Maker], None]:
     def write(maker: Maker) -> None:
         first = maker.attend(*maker.three(maker.norm("x", "h")), output="first")
