@@ -149,6 +149,7 @@ FUNCTION = Kind(callable, "a function")
 FLAG = Kind(lambda value: isinstance(value, bool), "True or False")
 TEXTS = Kind(_all(_text), "a list of texts")
 NAMES = Kind(lambda value: isinstance(value, Collection) and not isinstance(value, str) and all(map(_text, value)), "a list of names")
+LIST = Kind(lambda value: isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0, "a list with something in it")
 RECIPE_ARGS = Kind(_recipe_args, "a mapping of names to values, or a list of texts 'name=value'")
 PROGRESS = Kind(lambda value: hasattr(value, "task"), "an object with a method task()")
 

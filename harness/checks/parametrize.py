@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compressor.settings.kinds import LIST
+from compressor.settings.options import checked
 from harness.checks.catalogue.registry import find_checks
 from harness.checks.run import USABLE, UnusableSubjectError, adapt, check, label_of, labels
 from harness.reporting.expected import known_failures
@@ -58,6 +60,7 @@ class _Unusable:
         raise CatalogueCheckFailedError(f"{USABLE.name}: {USABLE.title}\n{self.reason}")
 
 
+@checked(subjects=LIST)
 def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures: Mapping[str, str] | None = None) -> Any:
     """Return a pytest decorator that makes a test per subject and check of its kind.
 
@@ -69,7 +72,7 @@ def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures:
         The decorator; the test takes `subject` and `check`, and calls `check(subject)`.
 
     Raises:
-        UserInputError: a subject that cannot be checked, or an expected failure that is no check.
+        UserInputError: no list of subjects, or an expected failure that is no check, or has no reason.
 
     Example:
         >>> from compressor.numerics import QuantizationArgs

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from compressor.settings.kinds import LIST
+from compressor.settings.options import checked
 from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.driving.time_limit import TIME_LIMIT
 from harness.lifecycle.report import USABLE
@@ -21,6 +23,7 @@ class CheckFailedError(AssertionError):
     """A check of `parametrize_with_checks` has failed."""
 
 
+@checked(modifiers=LIST)
 def parametrize_with_checks(
     modifiers: Sequence[object],
     model: nn.Module | None = None,
@@ -47,7 +50,7 @@ def parametrize_with_checks(
         The decorator; the test takes `modifier` and `check`, and calls `check(modifier)`.
 
     Raises:
-        UserInputError: an expected failure that is no check.
+        UserInputError: no list of modifiers, or an expected failure that is no check, or has no reason.
 
     Example:
         >>> from compressor import QuantizationModifier

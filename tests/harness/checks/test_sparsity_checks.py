@@ -317,7 +317,19 @@ class Nothing(SparseGPT):
         return torch.zeros_like(weight)
 
 
+class LastRowByPlace(Rows):
+    """Drops the first columns of the last row of many, whatever they hold."""
+
+    def prune(self, weight, hessian):
+        pruned = super().prune(weight, hessian)
+        if len(weight) > 100:
+            pruned[-1] = weight[-1]
+            pruned[-1, : round(self.sparsity * weight.shape[1])] = 0
+        return pruned
+
+
 PLANTS = [
+    (LastRowByPlace, "sparsifier.beats_random"),
     (Threshold, 37), (AcrossRows, 37), (Nothing, 37), (Ragged, 37), (LosesZeros, 38), (OffByOne, 39), (GlobalThreshold, 39), (InPlace, 37),
     *((plant, "sparsifier.makes_up") for plant in (MovesNothing, HalfAsFar, TwiceAsFar, OneRowStays, LastColumnsStay, NextRow, WrongSign)),
     *((plant, "sparsifier.makes_up") for plant in (TwoLastColumnsStay, ColumnsFrom512OnStay, BlocksOf128, BlocksApart, FirstHessian)),

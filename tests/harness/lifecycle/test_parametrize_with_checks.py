@@ -82,6 +82,22 @@ def test_an_expected_failure_must_name_a_check() -> None:
         parametrize_with_checks([CalibratingWorker()], expected_failures={"lifecycle.complete": "x"})
 
 
+@pytest.mark.parametrize("make", [parametrize_with_checks, parametrize_with_catalogue])
+@pytest.mark.parametrize(
+    "given", [[], (), "one", CalibratingWorker(), QuantizationArgs(), None, iter([1])], ids=lambda one: type(one).__name__
+)
+def test_subjects_come_in_a_list(make: Any, given: Any) -> None:
+    with pytest.raises(UserInputError, match="a list with something in it belongs"):
+        make(given)
+
+
+@pytest.mark.parametrize("reason", ["", "  ", None])
+def test_an_expected_failure_has_a_reason(reason: Any) -> None:
+    for make, subject, check in ((parametrize_with_checks, CalibratingWorker(), 47), (parametrize_with_catalogue, QuantizationArgs(), 5)):
+        with pytest.raises(UserInputError, match=f"expected failure '{check}': has no reason; say why it fails today"):
+            make([subject], expected_failures={str(check): reason})
+
+
 @pytest.mark.parametrize(("mark", "number"), [
     (parametrize_with_checks([CalibratingWorker()], expected_failures={"47": "x"}), 47),
     (parametrize_with_catalogue([QuantizationArgs()], expected_failures={"5": "x"}), 5),
