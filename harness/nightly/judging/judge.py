@@ -38,7 +38,7 @@ _TEN = 10
 _RESTLESS = 3.0
 """Times the noise of other nights: more is no chance in two nights that follow each other."""
 _FAR = 6.0
-"""Likewise, where the two differ from one another by so much that no test shows it."""
+"""Likewise, where no test shows it, as when the two differ much from one another."""
 
 
 def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (), today: date | None = None) -> Judgement:
@@ -151,7 +151,7 @@ def _hidden(above_N: NDArray[np.float64], errors_N: NDArray[np.float64], noise: 
             "ten such nights would tell, or more repetitions"
         )
     if last >= max(LEAST_EFFECT, _FAR * noise):
-        return f"{worse}, but they differ so much from one another that it may be chance; the next ones will tell"
+        return f"{worse}, but no test shows yet that this is no chance; the next ones will tell"
     return ""
 
 
