@@ -16,6 +16,7 @@ from compressor.errors import UserInputError, reason
 Key = str | int
 EntryPath = tuple[Key, ...]
 
+_SHOWN = 40  # characters of a value that cannot be read
 MAX_ENTRIES = 100_000  # YAML aliases can make a small text expand to any size
 
 _TAG = "tag:yaml.org,2002:"
@@ -33,7 +34,7 @@ class YamlLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except ValueError as error:
-            raise yaml.constructor.ConstructorError(None, None, f"{node.value!r}: {error}", node.start_mark) from error
+            raise yaml.constructor.ConstructorError(None, None, f"{node.value[:_SHOWN]!r}: {error}", node.start_mark) from error
 
 
 class YamlDumper(yaml.SafeDumper):
