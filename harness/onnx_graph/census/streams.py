@@ -38,15 +38,19 @@ class Streams:
         self._view, self._products = view, products
         self._rank = {node: rank for rank, node in enumerate(view.nodes)}
         self._of: dict[ir.Value, ir.Value] = {}
+        self._mixing: set[ir.Node] = set()
         for node in view.nodes:
             above = {self.of(value) for value in view.data_inputs(node) if flow.is_activation(value)}
-            joins = len(above) != 1 or any(self._mixes(one, flow) for one in (node, *nodes_inside(node)))
+            if self._mixes(node, flow):
+                self._mixing.add(node)
+            joins = len(above) != 1 or node in self._mixing
             for output in node.outputs:
                 self._of[output] = output if joins else next(iter(above))
 
     def _mixes(self, node: ir.Node, flow: FlowMap) -> bool:
-        """Whether a node does what several products do, such as an attention operator all of whose inputs are of one stream."""
-        return node in self._products or is_attention(node) or (is_opaque(node) and _may_mix(self._view, flow, node))
+        """Whether a node does, or may do, what several products do, such as an attention operator whose inputs are all of one stream."""
+        is_unread = has_subgraph(node) or (is_opaque(node) and _may_mix(self._view, flow, node))
+        return node in self._products or is_attention(node) or is_unread
 
     def of(self, value: ir.Value) -> ir.Value:
         """Return the activation that a value is a form of.
@@ -65,7 +69,7 @@ class Streams:
         Args:
             node: of the graph.
             value: of the graph.
-            past_products: also where products of two activations lie between.
+            past_products: also where products of two activations, or operators that stand for some, lie between.
 
         Returns:
             True if data flow from the one to the other.
@@ -77,7 +81,7 @@ class Streams:
                 continue
             if above is node:
                 return True
-            if above in self._products and not past_products:
+            if above in self._mixing and not past_products:
                 continue
             seen.add(above)
             waiting += self._view.data_inputs(above)

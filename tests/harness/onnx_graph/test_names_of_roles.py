@@ -286,6 +286,52 @@ def test_what_an_earlier_block_has_read_is_another_activation(form: str, other: 
     assert held is (Holding.HOLDS if kind == "self" else Holding.VIOLATED)
 
 
+@pytest.mark.parametrize("form", ["written out", "one operator"])
+def test_keys_and_values_that_a_later_block_takes_again_are_its_own(form: str) -> None:
+    def write(maker: Maker) -> None:
+        def attend(given: list[str], output: str) -> str:
+            if form == "written out":
+                return maker.attend(*given, output=output)
+            return maker.op("MultiHeadAttention", given, output, "com.microsoft", num_heads=2)
+
+        query, *kept = maker.three(maker.norm("x", "n1"))
+        first = attend([query, *kept], "first")
+        attend([maker.layer(maker.norm(maker.op("Add", ["x", first], "on"), "n2"), "q2"), *kept], "y")
+
+    found, holding, _ = _made(write)
+    assert found.counts == {"SEPARATE": 2} and [one.kind for one in found.blocks] == ["self", "cross"] and holding is Holding.HOLDS
+    assert "K is shared with block 0; V is shared with block 0" in found.text()
+
+
+def _in_a_loop(maker: Maker, source: str, output: str) -> str:
+    """Attention without layers, once, in the body of a Loop whose only activation is its state."""
+    inner = Maker()
+    inner.attend("state", "state", "state", output="next")
+    inner.op("Identity", ["go"], "goes_on")
+    ends = [helper.make_tensor_value_info(name, kind, None) for name, kind in (("goes_on", TensorProto.BOOL), ("next", TensorProto.FLOAT))]
+    given = [("count", TensorProto.INT64, []), ("go", TensorProto.BOOL, []), ("state", TensorProto.FLOAT, [1, LENGTH, WIDTH])]
+    body = helper.make_graph(inner.nodes, "body", [helper.make_tensor_value_info(*one) for one in given], ends)
+    limits = [maker.constant("once", np.array(1)), maker.constant("always", np.array(True))]
+    return maker.op("Loop", [*limits, source], output, body=body)
+
+
+@pytest.mark.parametrize("other", ["", "k"])
+@pytest.mark.parametrize("form", ["loop", "foreign"])
+def test_what_mixes_in_a_loop_or_a_foreign_operator_makes_another_activation(form: str, other: str) -> None:
+    def write(maker: Maker) -> None:
+        before = maker.norm("x", "n1")
+        if form == "loop":
+            _in_a_loop(maker, before, "first")
+        else:
+            maker.op("FlashAttention", maker.three(before, "abc"), "first", "acme")
+            maker.shapes.append(helper.make_tensor_value_info("first", TensorProto.FLOAT, [1, LENGTH, WIDTH]))
+        after = maker.norm(maker.op("Add", ["x", "first"], "on"), "n2")
+        maker.attend(*(maker.layer(before if role == other else after, role) for role in "qkv"))
+
+    found, _, _ = _made(write)
+    assert found.blocks[0].kind == ("cross" if other else "self"), found.text()  # those that are not read come behind it
+
+
 def _foreign(operator: str, *names: str, weights: bool = False) -> Callable[[Maker], None]:
     def write(maker: Maker) -> None:
         first = maker.attend(*maker.three(maker.norm("x", "h")), output="first")
