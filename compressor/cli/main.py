@@ -13,7 +13,7 @@ from compressor.atomic import default_run_dir
 from compressor.cli import convert, inspect, mappings, resumed_lines, trace, train
 from compressor.console import Parser, add_completion, add_verbosity, logged, with_output
 from compressor.distributed.launch import is_first_rank, num_ranks
-from compressor.errors import AlreadyDoneError, CompressorError, RankError
+from compressor.errors import AlreadyDoneError, CompressorError, RankError, UserInputError
 from compressor.interruption import EXIT_INTERRUPTED
 from compressor.json_text import from_json, to_json
 from compressor.settings.options import Settings, add_options, chosen
@@ -135,7 +135,10 @@ def _left(args: argparse.Namespace) -> str:
         return "nothing was written"
     if (Path(output_dir) / "compression.json").is_file():
         return f"the checkpoint in {output_dir} is whole"
-    run_dir = Path(getattr(args, "run_dir", None) or default_run_dir(output_dir))
+    try:
+        run_dir = Path(getattr(args, "run_dir", None) or default_run_dir(output_dir))
+    except (UserInputError, ValueError):  # nothing is beside a path that leads nowhere, or beside the root
+        return "nothing was written"
     goes_on = f"what {run_dir} holds is kept; the same command with --resume goes on from there"
     return goes_on if run_dir.exists() else "nothing was written"
 

@@ -579,6 +579,20 @@ def test_ctrl_c_before_anything_was_read_says_what_an_earlier_run_has_kept(
     assert f"interrupted; what {kept} holds is kept; the same command with --resume goes on from there" in run.capsys.readouterr().err
 
 
+@pytest.mark.parametrize("output_dir", ["loop", "loop/x", "a\0b", "/"])
+def test_ctrl_c_before_a_wrong_output_dir_was_refused_is_told_in_a_line(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str
+) -> None:
+    def pressed(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.setattr(importlib.import_module("compressor.training_run"), "train", pressed)
+    assert main(["train", str(run.model), "--dataset", str(run.tokens), "--output-dir", output_dir, *fast(())]) == 130
+    assert run.capsys.readouterr().err == "compressor train: interrupted; nothing was written\n"
+
+
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_state(run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from compressor.training_run import phases
 
