@@ -57,6 +57,8 @@ def run(settings: CheckSettings) -> Verdict:
     reasons = dict(text.partition("=")[::2] for text in settings.expect_failure)
     if not all(reasons.values()):
         raise UserInputError("--expect-failure: a check without a reason was given; write NAME=REASON")
+    if len(reasons) < len(settings.expect_failure):
+        raise UserInputError("--expect-failure: one check was given more than once; give it one reason")
     if not subjects:
         raise UserInputError(f"{settings.subject}: an empty list was given; name at least one subject")
     asked = [(one, checks, _those_of(one, reasons) if reasons else []) for one, checks in _asked(subjects, settings.checks, reasons)]

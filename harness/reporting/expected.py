@@ -34,14 +34,17 @@ def known_failures(reasons: Mapping[str, str], chosen: Iterable[Listed]) -> dict
         The reason by the name of each check.
 
     Raises:
-        UserInputError: one is without a reason, or none of those that run is meant, so that nobody would look whether it fails.
+        UserInputError: one is without a reason or has two, or none of those that run is meant, so that nobody would look whether it fails.
     """
     if empty := [key for key, reason in reasons.items() if not str(reason or "").strip()]:
         raise UserInputError(f"expected failure {empty[0]!r}: has no reason; say why it fails today")
     called = [(key, check.name) for check in chosen for key in (check.name, str(check.number)) if key in reasons]
     if unseen := sorted(reasons.keys() - {key for key, _ in called}):
         raise UserInputError(f"expected failure {unseen[0]!r}: is none of the checks that run; run it too, or expect nothing of it")
-    return {name: reasons[key] for key, name in called}
+    found = {name: reasons[key] for key, name in called}
+    if len(found) < len(called):
+        raise UserInputError("expected failures: one check is given by its name and by its number; give it one reason")
+    return found
 
 
 def expect(record: CheckRecord, reasons: Mapping[str, str]) -> CheckRecord:

@@ -128,6 +128,7 @@ def test_junit(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "no_such_module:X"], "cannot be imported"),
         (["check", "users_quantizer:GOOD", "--check", "99"], "there is no check '99'"),
         (["check", "users_quantizer:GOOD", "--expect-failure", "quantizer.ties"], "write NAME=REASON"),
+        (["check", "users_quantizer:GOOD", "--expect-failure", "5=a", "--expect-failure", "5=b"], "one check was given more than once"),
         (["check", "sys:maxsize"], "nothing that can be checked"),
         (["check", "not_there.py:GOOD"], "not_there.py:GOOD: there is no such file; correct the path"),
         (["verify", "compressor:GPTQModifer"], "did you mean 'GPTQModifier'?"),

@@ -96,6 +96,9 @@ def test_an_expected_failure_has_a_reason(reason: Any) -> None:
     for make, subject, check in ((parametrize_with_checks, CalibratingWorker(), 47), (parametrize_with_catalogue, QuantizationArgs(), 5)):
         with pytest.raises(UserInputError, match=f"expected failure '{check}': has no reason; say why it fails today"):
             make([subject], expected_failures={str(check): reason})
+        name = next(one.name for one in (*CHECKS.values(), *find_checks(None)) if one.number == check)
+        with pytest.raises(UserInputError, match="by its name and by its number"):
+            make([subject], expected_failures={str(check): "one", name: "another"})
 
 
 @pytest.mark.parametrize(("mark", "number"), [
