@@ -424,16 +424,12 @@ def _attribute(step: TrainStep, key: str) -> str:
 
 
 def _make_optimizer_state(trainer: Trainer, stored: dict[str, Tensor], values: Mapping[str, Mapping[str, Any]]) -> None:
-    step = trainer.step
-    names = {parameter: name for name, parameter in step.parameters().items()}
-    for number, group in enumerate(step.optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            if names[parameter] in values:
-                step.optimizer.state[parameter].update(values[names[parameter]])
-            suffix = ":" + names.get(parameter, f"group{number}[{place}]")
-            for name, tensor in stored.items():
-                if name.startswith("opt.") and name.endswith(suffix) and name[4 : -len(suffix)].isidentifier():
-                    like = (
-                        torch.empty_like(parameter, dtype=tensor.dtype) if tensor.shape == parameter.shape else tensor.to(parameter.device)
-                    )
-                    step.optimizer.state[parameter].setdefault(name[4 : -len(suffix)], like.detach().clone())
+    state = trainer.step.optimizer.state
+    for owner, parameter in trainer.step.parameters().items():
+        if owner in values:
+            state[parameter].update(values[owner])
+        suffix = f":{owner}"
+        for name, tensor in stored.items():
+            if name.startswith("opt.") and name.endswith(suffix) and name[4 : -len(suffix)].isidentifier():
+                like = torch.empty_like(parameter, dtype=tensor.dtype) if tensor.shape == parameter.shape else tensor.to(parameter.device)
+                state[parameter].setdefault(name[4 : -len(suffix)], like.detach().clone())

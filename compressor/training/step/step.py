@@ -373,9 +373,14 @@ class TrainStep:
         for number, group in enumerate(self.optimizer.param_groups):
             yield from ((f"group{number}.{key}", value) for key, value in group.items() if isinstance(value, Tensor))
             for parameter in group["params"]:
-                name = names[parameter]
-                state = state_of(self.optimizer, parameter)
-                yield from ((f"opt.{key}:{name}", value) for key, value in state.items() if isinstance(value, Tensor))
+                yield from self._state_tensors(parameter, names[parameter])
+        held = {parameter for group in self.optimizer.param_groups for parameter in group["params"]}
+        for parameter in [one for one in names if one not in held]:  # out of all groups for a while, and finds its moments when it is back
+            yield from self._state_tensors(parameter, names[parameter])
+
+    def _state_tensors(self, parameter: nn.Parameter, name: str) -> Iterator[tuple[str, Tensor]]:
+        state = state_of(self.optimizer, parameter)
+        return ((f"opt.{key}:{name}", value) for key, value in state.items() if isinstance(value, Tensor))
 
 
 def _settings_of(optimizer: torch.optim.Optimizer, averages: WeightAverages | None) -> dict[str, Any]:

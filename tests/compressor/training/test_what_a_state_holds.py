@@ -342,3 +342,40 @@ def test_a_number_too_long_to_be_written_out_is_refused_where_it_is_stored_and_t
     vars(holding.step.optimizer)["mask"] = 1 << 20000
     with pytest.raises(ResumeError, match="a number of the state cannot be written down"):
         save_training(holding, tmp_path / "other")
+
+
+@pytest.mark.parametrize("mode", ["eager", "capture", "replay"])
+def test_a_parameter_that_is_out_of_its_group_for_a_while_finds_its_moments_again(batches: Any, tmp_path: Any, mode: str) -> None:
+    def new() -> Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+        return Trainer(TrainStep(model, lambda m, batch: cross_entropy(m(batch["x"]), batch["y"]), adamw(model.parameters())), mode)
+
+    def trained(trainer: Trainer, own: bool, first: int = 0) -> Trainer:
+        group = trainer.step.optimizer.param_groups[0]["params"]
+        for number in range(first, 14):
+            if number == 6:
+                group.pop(0)
+            if number == 10:
+                if not (own or first):
+                    save_training(trainer, tmp_path / "out.safetensors")
+                group.insert(0, trainer.step.model[0].weight)
+            if not own:
+                if number in (6, 10):
+                    trainer.forget_plans()
+                trainer.train_step(batches(number))
+                continue
+            trainer.step.optimizer.zero_grad()
+            trainer.step.loss_fn(trainer.step.model, batches(number)).backward()
+            trainer.step.optimizer.step()
+        return trainer
+
+    resumed = new()
+    expected = trained(new(), own=True).step.tensors()
+    found = [trained(new(), own=False).step.tensors()]
+    resumed.step.optimizer.param_groups[0]["params"].pop(0)
+    load_training(resumed, tmp_path / "out.safetensors")
+    found.append(trained(resumed, own=False, first=10).step.tensors())
+    kept = [name for name in expected if name.startswith(("param:", "opt."))]
+    assert len(kept) == 4 * 4  # two moments and a count beside each parameter
+    assert all(torch.equal(expected[name], tensors[name]) for tensors in found for name in kept)
