@@ -22,7 +22,7 @@ from compressor.training import Plan, Snapshot
 from compressor.training.capture.operators import Op
 from compressor.training.engines.tape import Tape
 from harness.errors import HarnessError
-from harness.replay.equivalence.training_state import differing_names, state_of
+from harness.replay.equivalence.training_state import TrainingState, differing_names, state_of
 from harness.replay.kernels.call_site import Site, examine
 from harness.replay.kernels.error_growth import Grown, grown_between, run_steps
 from harness.replay.kernels.exchange import Kept, Match, Variant, exchanged, find_ops, spell_match, swapped, wrapped_original
@@ -140,11 +140,11 @@ def compare_kernels(
     with _undisturbed(plan, tape) as rewind, bar.task("kernels", len(chosen) + 2) as task:
         sites = _sites(plan, tape, batch, chosen, rounds, task.advance)
         rewind()
-        grown, control_equal = _grown(plan, tape, chosen, batch_at or (lambda number: batch), sorted({1, steps}), rewind)
+        grown, control_equal, repeatable = _grown(plan, tape, chosen, batch_at or (lambda number: batch), sorted({1, steps}), rewind)
         task.advance(1, "steps")
         timing = _time_steps(plan, tape, batch, chosen, rounds, rewind) if rounds else None
         task.advance(1, "timing")
-    return KernelReport(tuple(map(str, swaps)), tuple(sites), grown, control_equal, timing, len(tape.ops))
+    return KernelReport(tuple(map(str, swaps)), tuple(sites), grown, control_equal, repeatable, timing, len(tape.ops))
 
 
 _Chosen = dict[int, tuple[Op, Swap]]
@@ -205,16 +205,20 @@ def _sites(plan: Plan, tape: Tape, batch: Any, chosen: _Chosen, rounds: int, adv
 
 def _grown(
     plan: Plan, tape: Tape, chosen: _Chosen, batch_at: Callable[[int], Any], marks: Sequence[int], rewind: Callable[[], None]
-) -> tuple[tuple[Grown, ...], bool]:
-    """Run all steps three times: as they are, with the control, with the variants."""
+) -> tuple[tuple[Grown, ...], bool, bool]:
+    """Run all steps four times: as they are, with the control, with the variants, and with these again."""
     states = []
-    for runs in ({}, _controls(chosen), _variants(chosen)):
+    for runs in ({}, _controls(chosen), _variants(chosen), _variants(chosen)):
         rewind()
         with swapped(tape, runs):
             states.append(run_steps(plan, batch_at, marks))
-    original, control, variant = states
+    original, control, variant, again = states
     differences = tuple(grown_between(*at) for at in zip(marks, original, variant, strict=True))
-    return differences, all(not differing_names(a.digests(), b.digests()) for a, b in zip(original, control, strict=True))
+    return differences, _same(original, control), _same(variant, again)
+
+
+def _same(states: Sequence[TrainingState], others: Sequence[TrainingState]) -> bool:
+    return all(not differing_names(one.digests(), other.digests()) for one, other in zip(states, others, strict=True))
 
 
 def _controls(chosen: _Chosen) -> dict[int, Callable[[], object]]:

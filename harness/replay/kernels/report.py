@@ -25,6 +25,7 @@ class KernelReport:
         sites: one per operator that was exchanged.
         grown: after one step, and after several where asked for.
         control_equal: the originals in the variants' calling convention left the same bits after every step.
+        repeatable: the steps with the variants left the same bits the second time.
         timing: of the whole step; None where none was wanted.
         num_ops: operators on the tape.
     """
@@ -33,6 +34,7 @@ class KernelReport:
     sites: tuple[Site, ...]
     grown: tuple[Grown, ...]
     control_equal: bool
+    repeatable: bool
     timing: KernelTiming | None
     num_ops: int
 
@@ -57,6 +59,8 @@ class KernelReport:
         first = [grown for grown in self.grown if grown.num_steps == 1]  # of the inputs on which the ops were compared
         if self.control_equal and all(site.bitwise_equal for site in self.sites) and not all(grown.bitwise_equal for grown in first):
             found.append("every op is bitwise equal, but the step is not: later calls of the variant give something else")
+        if self.control_equal and not self.repeatable:
+            found.append(f"{self.grown[-1].num_steps} steps with the variant gave other bits the second time")
         for site in self.sites:
             errors = worst([site])
             for key, limit, unit in (("max_ulp", max_ulps, "ulp"), ("max_abs", max_error, "absolute")):
@@ -72,6 +76,7 @@ class KernelReport:
             "num_ops": self.num_ops,
             "bitwise_equal": self.bitwise_equal,
             "control_bitwise_equal": self.control_equal,
+            "variant_repeatable": self.repeatable,
             "worst": dict(worst(self.sites)),
             "truth": dict(self._truths()),
             "sites": [site.to_dict() for site in self.sites],
@@ -116,6 +121,8 @@ class KernelReport:
             yield f"  bitwise equal: {', '.join(error.role for error in grown.errors if not error.num_differing) or 'nothing'}"
         control = "bitwise equal" if self.control_equal else "NOT equal, so the numbers above are not the variant's alone"
         yield f"  A/A control (the original, computed and copied as the variant is): {control}"
+        if not self.repeatable:
+            yield "  the same steps with the variant again: NOT equal, it does not repeat its own bits"
 
     def _step_lines(self) -> Iterator[str]:
         if self.timing is not None:

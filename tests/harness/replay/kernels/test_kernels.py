@@ -81,6 +81,22 @@ def test_a_variant_whose_later_calls_differ_is_beyond_every_tolerance(plans, cal
     assert any(said in line for line in report.exceeded(max_error=1e3)) and report.exceeded() == []
 
 
+@pytest.mark.parametrize("period", [5, 7, 9])
+def test_a_variant_that_differs_now_and_then_is_beyond_every_tolerance(plans, period):
+    """Two ops, each asked twice, are four calls; the steps behind are six, and six again."""
+    seen = []
+
+    def flaky(x):
+        seen.append(x)
+        return torch.nn.functional.silu(x) + (1e-3 if len(seen) % period == 0 else 0)
+
+    report = compare(plans, "llama", "aten.silu", flaky, steps=3)
+    assert not report.repeatable and not report.to_dict()["variant_repeatable"]
+    assert "3 steps with the variant gave other bits the second time" in report.exceeded(max_error=1e3)
+    assert "the same steps with the variant again: NOT equal" in report.text()
+    assert compare(plans, "llama", "aten.silu", silu, steps=3).repeatable
+
+
 def test_nan_beside_numbers_is_beyond_every_tolerance(plans):
     report = compare(plans, "llama", "aten.silu", lambda x: x * math.nan)
     assert len(report.exceeded(max_ulps=math.inf)) == len(report.exceeded(max_error=math.inf)) == 2
