@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compressor.errors import ModelError
 from compressor.lifecycle.state import Detail
+from compressor.model.checkpoints.format import stored_names
 from compressor.model.checkpoints.load import check_scheme_kept, load_compressed
 from compressor.model.folder import check_weight_files, read_config, read_json, resolve_folder, weight_files
 from compressor.modifiers.schemes.targets import scheme_label
@@ -194,12 +195,13 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
     found = config.get("quantization_config") or {}
     record, named = read_run_record(folder), config.get("architectures")
     quantized: tuple[InspectedModule, ...] = ()
-    kv, queries = None, False
+    parts, kv, queries = set[str](), None, False
     if found:
         errors = {name: one.get("error") for name, one in ((record or {}).get("modules") or {}).items()}
         model = load_compressed(folder, device="cpu", model_class=_class_named(named))
         layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLayer)}
         quantized = tuple(_layer(name, layer, errors.get(name)) for name, layer in layers.items())
+        parts = layers.keys() | stored_names(model, [*layers]).values()  # some architectures have other names in their files
         kv = kv_scheme_of(model)
         queries = any("q" in quantized_parts(module) for module in model.modules())
     return Inspection(
@@ -210,7 +212,7 @@ def inspect_checkpoint(folder: str | Path, revision: str | None = None) -> Inspe
         queries=queries,
         num_bytes=sum((folder / name).stat().st_size for name in weight_files(folder)),
         quantized=quantized,
-        tensors=tuple(_float_tensors(folder, {one.name for one in quantized})),
+        tensors=tuple(_float_tensors(folder, parts)),
         record=record,
     )
 

@@ -383,7 +383,7 @@ class Sparsifier(Protocol):
         kind: "sparsifier".
         name: for reports.
         tags: what it promises: reads_hessian.
-        pattern: (n, m): n of m neighbours in a row are kept, such as (2, 4); None for no pattern.
+        pattern: (n, m): n of m neighbours in a row are kept, such as (2, 4), and n of what is left of a row; None for no pattern.
         sparsity: share of zeros; for a pattern 1 - n/m.
         scope: "row" where each row has that share of zeros, "tensor" where only the whole has.
         second_order: it reads the Hessian and moves the weights that it keeps, to make up for those that it drops.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
@@ -365,6 +366,8 @@ class History:
         try:
             if write:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
+            if _is_cut(self.path):
+                raise HistoryError(f"{self.path}: is empty, and nobody is making it; take a copy from before, or delete it")
             # a reader may write, too: SQLite takes back what a kill cut off before it gives any row
             address = self.path.absolute().as_uri() + ("?mode=rwc" if write else "?mode=rw")
             database = sqlite3.connect(address, timeout=_WAIT, uri=True, isolation_level=None)
@@ -387,6 +390,14 @@ class History:
             raise HistoryError(
                 f"{self.path}: the history cannot be {'written' if write else 'read'} ({error}); {_remedy(error)}"
             ) from error
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether a file holds no byte, and not because another writer has just made it."""
+    if not path.exists():
+        return False
+    found = path.stat()
+    return found.st_size == 0 and time.time() - found.st_mtime > _WAIT
 
 
 def _check_until(until: str, last_night: str) -> None:

@@ -278,7 +278,7 @@ def _run_again_and_again(layer: nn.Module, x: Tensor, num_more: int) -> Tensor:
                 raise CheckFailed(f"{what}: a later forward gives another output than the first one")
     hold_close(trained, first, f"{what}: where gradients are on, another output than where they are off")
     if changed := [key for key, value in _standing(layer).items() if before.get(key, ()) != value]:
-        raise CheckFailed(f"a forward has changed the {' '.join(changed[0])} of the layer, or added to it")
+        raise CheckFailed(f"a forward has changed the {' '.join(changed[0]).strip()} of the layer, or added to it")
     return first
 
 

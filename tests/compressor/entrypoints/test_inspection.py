@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from compressor import load_compressed, oneshot
@@ -25,6 +25,18 @@ from tests import tiny
 def base(tmp_path: Path) -> Path:
     tiny.llama(hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
+
+
+def test_experts_that_have_other_names_in_the_files_are_counted_once(tmp_path: Path) -> None:
+    tiny.mixtral().save_pretrained(tmp_path / "base")
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    group = {"targets": [r"re:.*experts\.\d+\..*"], "weights": weights}
+    recipe = {"q_modifiers": {"QuantizationModifier": {"config_groups": {"experts": group}}}}
+    oneshot(tmp_path / "base", recipe=recipe, output_dir=tmp_path / "out")
+    found = inspect_checkpoint(tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert any(".block_sparse_moe.experts." in name for name in stored) and any(".mlp.experts." in one.name for one in found.quantized)
+    assert sum(one.num_bytes for one in (*found.quantized, *found.tensors)) == sum(one.nbytes for one in stored.values())
 
 
 def test_formats_bytes_and_record_of_a_quantized_checkpoint(

@@ -75,6 +75,16 @@ def test_a_file_that_another_writer_is_making_is_no_foreign_one(history: History
     assert history.metrics() == ["a"]
 
 
+def test_a_file_that_was_cut_to_nothing_is_no_new_one(history: History) -> None:
+    history.add("a", [1.0], environment=HERE)
+    history.path.write_bytes(b"")
+    os.utime(history.path, (0, time.time() - 60))
+    for look in (history.metrics, lambda: history.series("a"), lambda: history.add("a", [1.0], environment=HERE)):
+        with pytest.raises(HistoryError, match="is empty, and nobody is making it; take a copy from before, or delete it"):
+            look()
+    assert history.path.read_bytes() == b""
+
+
 @pytest.mark.parametrize("statement", ["UPDATE readings SET value = 0", "DELETE FROM measurements", "DELETE FROM acceptances"])
 def test_no_row_is_ever_changed(history: History, statement: str) -> None:
     history.add("a", [1.0], environment=HERE, night="n")
