@@ -128,10 +128,9 @@ def as_batch(raw: Any, where: str) -> Batch:
         A dict for keyword arguments, or a tuple for positional ones; the tensors are those of `raw`.
 
     Raises:
-        DatasetError: something else, or something in it that is no tensor.
+        DatasetError: something else, something in it that is no tensor, or token ids that are no whole numbers in rows.
     """
-    if isinstance(raw, Tensor):
-        return (raw,)
+    raw = (raw,) if isinstance(raw, Tensor) else raw
     items = list(raw.items()) if isinstance(raw, Mapping) else list(enumerate(raw)) if isinstance(raw, tuple | list) else None
     if items is None:
         raise DatasetError(f"{where}: a {type(raw).__name__} is no batch; let the loader give a dict, a tuple or a tensor")
@@ -142,9 +141,29 @@ def as_batch(raw: Any, where: str) -> Batch:
     empty = [repr(key) for key, value in items if value.is_meta]
     if empty:
         raise DatasetError(f"{where}: {empty[0]} is on the meta device and has no values; give an ordinary tensor")
+    if odd := odd_ids(dict(items)):
+        raise DatasetError(f"{where}: {odd}")
+    if nested := [repr(key) for key, value in items if value.is_nested and value.layout is torch.strided]:
+        raise DatasetError(f"{where}: {nested[0]} is a nested tensor, which has no shape; make it with layout=torch.jagged")
     if isinstance(raw, Mapping):
         return {str(key): value for key, value in items}
     return tuple(value for _, value in items)
+
+
+def odd_ids(batch: Mapping[Any, Any]) -> str:
+    """Say how token ids are given that no embedding reads; empty where there are none.
+
+    Args:
+        batch: its arguments by name.
+
+    Returns:
+        What is wrong, and what to do.
+    """
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or (has_memory(ids) and not ids.is_complex()):
+        return ""
+    kind = "complex" if ids.is_complex() else "nested" if ids.is_nested else str(ids.layout).removeprefix("torch.")
+    return f"input_ids are {kind}; give rows of whole numbers, padded under an attention_mask"
 
 
 def check_mask(mask: Tensor, name: str, where: str) -> None:

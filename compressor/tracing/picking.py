@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compressor.data.collate import Batch
+from compressor.data.collate import Batch, odd_ids
 from compressor.data.layouts import dense_parts, shape_of
 from compressor.errors import TracingError
 from compressor.settings.kinds import TEXT
@@ -55,7 +55,7 @@ def as_batch(raw: Any, where: str = "batch: it") -> Batch:
         A dict for keyword arguments or a tuple for positional ones.
 
     Raises:
-        TracingError: it is none.
+        TracingError: it is none, or token ids in it are no whole numbers in rows.
     """
     if isinstance(raw, Mapping):
         batch: Any = {str(name): value for name, value in raw.items()}
@@ -63,6 +63,8 @@ def as_batch(raw: Any, where: str = "batch: it") -> Batch:
         batch = (raw,) if isinstance(raw, Tensor) else tuple(raw)
     else:
         raise TracingError(f"{where} is a {type(raw).__name__}; give a mapping, a tuple or a tensor")
+    if isinstance(batch, dict) and (odd := odd_ids(batch)):
+        raise TracingError(f"{where}: {odd}")
     values = batch.values() if isinstance(batch, dict) else batch
     if not any(isinstance(value, Tensor) for value in values):
         raise TracingError(f"{where} holds no tensor; give the forward's inputs (of a tokenizer, with return_tensors='pt')")

@@ -28,7 +28,7 @@ from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
 from compressor.tracing.targets.records import Stage
-from compressor.tracing.targets.sample_state import ModuleValues, TorchState, names_of
+from compressor.tracing.targets.sample_state import ModuleValues, TorchState, changed_containers, container_contents, names_of
 
 _UNUSUAL_SEED = 3_141_592_653
 _NO_PAUSE = 'where a forward cannot pause; use pipeline="basic" or other sequential targets'
@@ -248,6 +248,7 @@ def plain_forwards(
     """
     expected, changed = [], set()
     for place, batch in enumerate(batches):
+        contents = [] if left is None else container_contents(model)
         with returning(), without_traces() as values, nullcontext() if numbers is None else numbers.made(place), ExitStack() as looking:
             if left is not None:
                 left.begin(("alone", place))
@@ -256,6 +257,9 @@ def plain_forwards(
                 looking.enter_context(ReadWatch(reads))
             expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
             changed |= set(values.changed())
+            if left is not None:
+                kept = [getattr(module, name, None) for module, name in values.noted()]
+                left.end([*kept, *expected], has_filled=bool(changed_containers(contents)))
     if not (changed or written) or len(batches) == 1:
         return expected, ()
     if numbers is not None:

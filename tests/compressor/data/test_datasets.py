@@ -377,6 +377,10 @@ def test_a_dataset_of_splits_or_without_text_is_refused(tokenizer: Any) -> None:
     assert ids_of(load_dataset_source(one, tokenizer=tokenizer, text_column="prompt")) == [[1, 6, 12]]
 
 
+def as_it_is(batch: Any) -> DataLoader[Any]:
+    return DataLoader([batch], batch_size=None, collate_fn=lambda one: one)  # type: ignore[arg-type]
+
+
 BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"source": 3}, "dataset: a int is no source"),
     ({"source": ["cat"]}, "row 0: text needs a tokenizer"),
@@ -392,7 +396,17 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"source": DataLoader(["a"])}, r"batch 0: the batch holds 0 \(str\)"),
     ({"source": DataLoader([{"x": "a"}])}, r"batch 0: the batch holds 'x' \(list\)"),
     ({"source": DataLoader([1], collate_fn=lambda rows: 1)}, "batch 0: a int is no batch"),
+    ({"source": as_it_is({"input_ids": torch.ones(2, 3).to_sparse()})}, "batch 0: input_ids are sparse_coo; give rows of whole numbers"),
+    ({"source": as_it_is({"input_ids": torch.ones(2, 3, dtype=torch.cfloat)})}, "batch 0: input_ids are complex; give rows of whole"),
+    ({"source": as_it_is({"x": torch.ones(0)})}, r"batch 0: a tensor of shape \(0,\) holds no sample"),
 ]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_without_a_shape_is_no_batch() -> None:
+    batch = {"x": torch.nested.nested_tensor([torch.ones(3, 2), torch.ones(1, 2)])}
+    with pytest.raises(DatasetError, match=r"batch 0: 'x' is a nested tensor, .* make it with layout=torch\.jagged"):
+        load_dataset_source(as_it_is(batch))
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_CALLS)

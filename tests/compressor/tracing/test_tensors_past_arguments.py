@@ -5,7 +5,9 @@ A few batches would prove nothing, and Python reads no value.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +176,69 @@ def test_whoever_leaves_it_the_samples_get_their_own_or_it_is_refused(leaves: An
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
 def test_memory_of_its_own_costs_no_wider_proof(engine: Engine) -> None:
     assert "all batches" not in run(Model(as_it_is, around=False), ["Layer"], engine).report()
+
+
+class Caching(nn.Module):
+    """Keeps what the first batch of a size had, before the first layer."""
+
+    cache_of_class: dict[int, Any] = {}  # noqa: RUF012 - one for all
+
+    def __init__(self, cache: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(as_it_is) for _ in range(2))
+        self.cache = cache
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, size = self.cache_of_class if self.cache is None else self.cache, len(x)
+        if isinstance(found, set):
+            x = x if size in found else 2 * x
+            found.add(size)
+        elif isinstance(found, SimpleNamespace):
+            found.mean = getattr(found, "mean", None) if getattr(found, "size", size) == size else None
+            found.mean, found.size = x.mean() if found.mean is None else found.mean, size
+            x = x + found.mean
+        else:
+            kept = found[size] if isinstance(found, list) else found.get(size)
+            found[size] = x.mean() if kept is None else kept
+            x = x + found[size]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+CACHES = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "list": lambda: [None] * 4,
+    "object": SimpleNamespace,
+    "set": set,
+    "class": lambda: None,
+}
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
+def test_what_only_a_later_batch_finds_is_right_or_refused(cache: Any, engine: Engine) -> None:
+    """The proof takes a batch of each size, and none of them finds what another has left."""
+    Caching.cache_of_class.clear()
+    generator, alone = torch.Generator().manual_seed(0), []
+    given = [(torch.randn(rows, WIDTH, generator=generator),) for rows in (3, 2, 3, 3)]
+    for batch in given:
+        Caching.cache_of_class.clear()
+        with torch.no_grad():
+            alone.append(Caching(cache()).eval()(*batch))
+    Caching.cache_of_class.clear()
+    model = Caching(cache()).eval()
+    try:
+        plan = trace(model, given, ["Layer"], engine=engine)
+    except TracingError:
+        return
+    assert engine == "graph"
+    with plan.run(given, keep_outputs=True) as running:
+        for stage in running:
+            stage.propagate()
+    assert all(torch.equal(one, other) for one, other in zip(running.outputs, alone, strict=True))
 
 
 @pytest.mark.parametrize("engine", ["graph", "suspend"])

@@ -98,6 +98,8 @@ def test_a_batch_may_have_any_form(form: str, engine: Engine) -> None:
         ([{}], r"^batches: batch 0 holds no tensor"),
         ([(ids(1),), {"input_ids": [[1, 2]]}], r"^batches: batch 1 holds no tensor.*return_tensors='pt'"),
         ([ids(1).to("meta")], r"^batches: batch 0 holds a tensor on the meta device"),
+        ([{"input_ids": ids(1, 2).to_sparse()}], r"^batches: batch 0: input_ids are sparse_coo; give rows of whole numbers"),
+        ([{"input_ids": ids(1, 2).to(torch.cfloat)}], r"^batches: batch 0: input_ids are complex; give rows of whole numbers"),
         ([ids(1, 16)], r"^forward: the model itself raises IndexError.*token id 16 is given, and the model has 16 tokens"),
         ([ids(1, -1)], r"token id -1 is given, and the model has 16 tokens\); give batches that it can run \(argument 0 int64 \(1, 2\)\)"),
         ([{"ids": ids(1)}], r"^forward: the model itself raises TypeError: .*unexpected keyword argument 'ids'"),
