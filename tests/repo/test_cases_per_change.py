@@ -19,7 +19,8 @@ def test_every_line_names_a_test_and_its_cases() -> None:
         before, found, _ = (ROOT / file).read_text(encoding="utf-8").partition(f"def {function}(")
         assert found and share.strip(","), line
         decorators = before.rpartition("\n\n")[2]
-        assert (share == "0" or "parametrize" in decorators) and "@pytest.mark.nightly\n" not in decorators, line
+        has_cases = "parametrize" in decorators or "params=" in before  # of a fixture
+        assert (share == "0" or has_cases) and "@pytest.mark.nightly\n" not in decorators, line
 
 
 @pytest.mark.parametrize("share", ["2", "3,8,gone"])
