@@ -156,7 +156,9 @@ def load_training(trainer: Trainer, path: str | Path, expected: Mapping[str, Any
     _replay_session(trainer, record["num_steps"])
     _make_optimizer_state(trainer, stored, record["optimizer_state"])
     for name, learner in trainer.step.learners().items():  # of one that the optimizer does not train, no trainer makes it
-        if f"grad:{name}" in stored and learner.grad is None:
+        if f"grad:{name}" not in stored:
+            learner.grad = None
+        elif learner.grad is None:
             learner.grad = torch.zeros_like(learner)
     with torch.no_grad():
         for name, tensor in trainer.step.tensors().items():
@@ -373,7 +375,7 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 def _check_names(trainer: Trainer, stored: dict[str, Tensor], path: Path) -> None:
     """Refuse a file of another model before anything changes; optimizer state is not there yet in a new trainer."""
     present = trainer.step.tensors()
-    missing = sorted(present.keys() - stored.keys())
+    missing = sorted(name for name in present.keys() - stored.keys() if not name.startswith("grad:"))
     unknown = sorted(name for name in stored.keys() - present.keys() if not name.startswith(("opt.", "modifier", "grad:")))
     wrong = sorted(
         name

@@ -47,11 +47,12 @@ class WeightAverages:
                 raise UserInputError(f"WeightAverages: decay={one} is not between 0 and 1; give for example 0.999")
         self.warmup, self._applied = warmup, False
         self.settle: Callable[[], None] = _nothing
-        self._weights = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-        device = next((weight.device for weight in self._weights.values()), torch.device("cpu"))
+        self._model = model
+        weights = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+        device = next((weight.device for weight in weights.values()), torch.device("cpu"))
         self.decays = {one: torch.tensor(one, dtype=torch.float64, device=device) for one in given}
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
-        self._averages = {one: {name: _copy(weight) for name, weight in self._weights.items()} for one in given}
+        self._averages = {one: {name: _copy(weight) for name, weight in weights.items()} for one in given}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -82,16 +83,28 @@ class WeightAverages:
             )
         return self._averages[chosen]
 
+    def _weights(self) -> dict[str, nn.Parameter]:
+        """The parameters that the model has now under their names: one may have been replaced."""
+        now, averages = dict(self._model.named_parameters()), next(iter(self._averages.values()))
+        if gone := [name for name, average in averages.items() if name not in now or now[name].shape != average.shape]:
+            raise UserInputError(f"WeightAverages: {gone[0]} is gone or of another shape; make new averages of the model")
+        return {name: now[name] for name in averages}
+
     @torch.no_grad()
     def update(self) -> None:
-        """Move every average towards its weight, in place."""
+        """Move every average towards its weight, in place.
+
+        Raises:
+            UserInputError: the model lacks a parameter that it had, or has it in another shape.
+        """
+        weights = self._weights()
         self._updates.add_(1)
         for one, decay in self.decays.items():
             if self.warmup:
                 decay = torch.minimum(decay, (1 + self._updates.double()) / (10 + self._updates.double()))
             share = (1 - decay).float()
             for name, average in self._averages[one].items():
-                average.lerp_(self._weights[name].detach().to(average.dtype), share.to(average.dtype))
+                average.lerp_(weights[name].detach().to(average.dtype), share.to(average.dtype))
 
     @torch.no_grad()
     def copy_into_model(self, decay: float | None = None) -> None:
@@ -99,9 +112,13 @@ class WeightAverages:
 
         Args:
             decay: whose averages; None: the first one.
+
+        Raises:
+            UserInputError: there are no averages of this decay, or the model lacks a parameter that it had.
         """
+        weights = self._weights()
         for name, average in self.weights(decay).items():
-            self._weights[name].copy_(average)
+            weights[name].copy_(average)
         self.settle()
 
     def refuse_applied(self, where: str) -> None:
@@ -130,7 +147,8 @@ class WeightAverages:
             UserInputError: they are there already.
         """
         self.refuse_applied("applied()")
-        kept = {name: weight.detach().clone() for name, weight in self._weights.items()}
+        weights = self._weights()
+        kept = {name: weight.detach().clone() for name, weight in weights.items()}
         self.copy_into_model(decay)
         self._applied = True
         try:
@@ -138,7 +156,7 @@ class WeightAverages:
         finally:
             self._applied = False
             with torch.no_grad():
-                for name, weight in self._weights.items():
+                for name, weight in weights.items():
                     weight.copy_(kept[name])
             self.settle()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from compressor.errors import UserInputError
 from compressor.lifecycle import Session, State
@@ -193,3 +194,25 @@ def test_averages_have_the_masks_that_the_last_step_had(new_trainer, cases, batc
     assert float((first == 0).float().mean()) < 0.5 and last[0].any()  # free again
     averages.copy_into_model()
     assert float((first == 0).float().mean()) < 0.5 and last[0].any()
+
+
+@pytest.mark.parametrize("mode", ["eager", "capture", "replay"])
+def test_averages_follow_the_parameter_that_stands_under_a_name(batches, mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4))
+    averages = WeightAverages(model, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Trainer(TrainStep(model, lambda m, batch: cross_entropy(m(batch["x"]), batch["y"]), optimizer, averages=averages), mode)
+    expected = model[0].weight.detach().clone()
+    for number in range(8):
+        if number == 4:
+            model[0].weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(4, 8))
+            trainer.forget_plans()
+        trainer.train_step(batches(number))
+        expected.lerp_(model[0].weight.detach(), 0.5)
+    assert torch.allclose(averages.weights()["0.weight"], expected, atol=1e-6)
+    with averages.applied():
+        assert torch.equal(model[0].weight, averages.weights()["0.weight"])
+    model[0].weight = nn.Parameter(torch.ones(2, 8))
+    with pytest.raises(UserInputError, match=r"WeightAverages: 0\.weight is gone or of another shape; make new averages"):
+        averages.update()

@@ -379,3 +379,24 @@ def test_a_parameter_that_is_out_of_its_group_for_a_while_finds_its_moments_agai
     kept = [name for name in expected if name.startswith(("param:", "opt."))]
     assert len(kept) == 4 * 4  # two moments and a count beside each parameter
     assert all(torch.equal(expected[name], tensors[name]) for tensors in found for name in kept)
+
+
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+def test_a_state_whose_gradients_were_cleared_is_taken_and_goes_on_alike(batches: Any, tmp_path: Any, mode: str) -> None:
+    def new() -> Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+        return Trainer(TrainStep(model, lambda m, batch: cross_entropy(m(batch["x"]), batch["y"]), adamw(model.parameters())), mode)
+
+    first, resumed = new(), new()
+    for number in range(3):
+        first.train_step(batches(number))
+    first.step.optimizer.zero_grad()
+    save_training(first, tmp_path / "state.safetensors")
+    load_training(resumed, tmp_path / "state.safetensors")
+    assert all(parameter.grad is None for parameter in resumed.step.model.parameters())
+    first.forget_plans()
+    for trainer in (first, resumed):
+        for number in range(3, 8):
+            trainer.train_step(batches(number))
+    assert Snapshot.take(first.step).differences(Snapshot.take(resumed.step)) == []
