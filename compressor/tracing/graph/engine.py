@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -79,27 +79,18 @@ def verify_programs(
     below = set() if inside else {name for target in groups for name in module_names(model, target) if name != target}
     watched = [name for name, _ in model.named_modules() if name not in around and name not in below]
     found, reads = Found((), ""), HostReads(model, around)
+    comparisons = []
     for taken in _rounds(cases):
         batches = [case.batch for case in taken]
         left = LeftMemory([*held_tensors(model), *batches]) if is_few else None
         expected, kept = plain_forwards(model, watched, batches, returning, numbers, left, reads if is_few else None)
-        comparison = _GraphComparison(taken, expected, groups, numbers, left)
-        run = GraphRun(
-            model,
-            batches,
-            [case.program for case in taken],
-            groups,
-            RenewingStore(),
-            on_sample=comparison.begin,
-            keep_outputs=True,
-            may_wait=True,
-        )
-        comparison.run = run
-        with returning():
-            comparison.follow(run, watched, model)
         reads.forget()
-        found = Found(found.kept + kept, found.left or reads.first or ("" if left is None else left.first))
-    return found
+        comparisons.append((_GraphComparison(taken, expected, groups, numbers, left), left))
+        found = Found(found.kept + kept, found.left or reads.first)
+    with returning():  # once for all rounds: what a sample leaves behind is there for those of later rounds, as in a run
+        for comparison, _ in comparisons:
+            comparison.follow_graphs(model, watched, groups)
+    return Found(found.kept, found.left or next((left.first for _, left in comparisons if left is not None and left.first), ""))
 
 
 def _rounds(cases: Sequence[Case]) -> list[list[Case]]:
@@ -123,6 +114,12 @@ class _GraphComparison(Comparison):
     ) -> None:
         super().__init__(expected, groups, numbers, left)
         self._cases = cases
+
+    def follow_graphs(self, model: nn.Module, watched: Collection[str], groups: Mapping[str, int]) -> None:
+        """Take the samples through the stages of their graphs, and compare; see `follow`."""
+        batches, programs = [case.batch for case in self._cases], [case.program for case in self._cases]
+        self.run = GraphRun(model, batches, programs, groups, RenewingStore(), on_sample=self.begin, keep_outputs=True, may_wait=True)
+        self.follow(self.run, watched, model)
 
     def error(self, difference: Difference) -> TracingError:
         program, _, sample = self._cases[difference.sample]

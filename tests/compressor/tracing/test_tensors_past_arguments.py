@@ -241,6 +241,21 @@ def test_what_only_a_later_batch_finds_is_right_or_refused(cache: Any, engine: E
     assert all(torch.equal(one, other) for one, other in zip(running.outputs, alone, strict=True))
 
 
+def handed(layer: Any, x: Tensor) -> Tensor:
+    """Keeps something in the fourth batch, and takes it in the fifth: a graph for each, and both are proved in other rounds."""
+    if len(x) == 4:
+        layer.several[:] = [x.mean(0)]
+    return x + layer.several[0] if len(x) == 5 else x
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_all_batches_meet_what_any_of_them_has_left(engine: Engine) -> None:
+    given = [(torch.ones(rows, WIDTH),) for rows in (1, 2, 3, 4, 5)]
+    model = nn.Sequential(Layer(as_it_is), Layer(handed), Layer(as_it_is)).eval()
+    with pytest.raises(TracingError):
+        trace(model, given, ["Layer"], engine=engine, verify="all")
+
+
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
 def test_what_a_hook_of_the_model_keeps_on_a_module_is_the_samples_own(engine: Engine) -> None:
     model, given = Model(as_it_is, around=False).eval(), batches()
