@@ -174,6 +174,23 @@ def unproved(samples: Sequence[int], batches: Sequence[Batch], proved: dict[Any,
     return found
 
 
+def are_new_together(batches: Sequence[Batch], proved: dict[Any, set[Any]]) -> bool:
+    """Say whether batches have not taken turns in one proof: each by itself, they have met nothing that another leaves.
+
+    Args:
+        batches: that will run together.
+        proved: contents that were together are noted in it.
+
+    Returns:
+        False where all of them were in one proof.
+    """
+    contents, together = frozenset(map(content_digest, batches)), proved.setdefault("together", set())
+    if any(contents <= one for one in together):
+        return False
+    together.add(contents)
+    return True
+
+
 def pick(facts: dict[int, dict[Any, Any]], proved: dict[Any, set[Any]], enough: int = 2) -> list[int]:
     """Pick the samples that bring most news, until each fact has come with several values where it can.
 

@@ -31,7 +31,7 @@ from compressor.tracing.graph.planner import GraphPlanner, Variant, content_dige
 from compressor.tracing.graph.program import schedule
 from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
-from compressor.tracing.picking import are_leaves, as_batches, check_model, excerpt, uncalled_of, unproved
+from compressor.tracing.picking import are_leaves, are_new_together, as_batches, check_model, excerpt, uncalled_of
 from compressor.tracing.proof import Found
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
@@ -379,7 +379,7 @@ class Plan:
             turns = pick_apart(batches, self._apart)
         else:
             self._widened = reads if self._verify == "first" else ""
-            turns = [*batches] if unproved(range(len(batches)), batches, self._apart) else []
+            turns = [*batches] if are_new_together(batches, self._apart) else []
         given = (self.model, self.partition.targets, turns, self._device, trails, self._returning)
         found = check_apart(*given, is_few=is_few and self._verify == "first") if turns else Found((), "")
         self._kept |= set(found.kept)

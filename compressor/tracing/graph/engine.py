@@ -20,7 +20,7 @@ from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import GraphPlanner, Variant
 from compressor.tracing.graph.program import Program, target_of
 from compressor.tracing.graph.run import GraphRun
-from compressor.tracing.picking import excerpt, facts_of, other_content, pick, unproved
+from compressor.tracing.picking import are_new_together, excerpt, facts_of, other_content, pick, unproved
 from compressor.tracing.proof import Comparison, Difference, Found, OtherNumbers, Seen
 from compressor.tracing.reads import HostReads, LeftMemory, catching
 from compressor.tracing.targets.call_order import plain_forwards
@@ -191,6 +191,7 @@ class GraphEngine:
         self._model, self._verify, self._device = model, verify, device
         # Planning may start over: what was proved of a program goes with it.
         self._proved: WeakKeyDictionary[Variant, dict[Any, set[Any]]] = WeakKeyDictionary()
+        self._together: dict[Any, set[Any]] = {}  # contents that took turns in one proof
 
     def choose(self, batches: Sequence[Batch]) -> list[Variant]:
         """Give each batch its variant, and prove those that are new.
@@ -272,6 +273,8 @@ class GraphEngine:
             few += picked
             if self.widened:
                 others += [sample for sample in unproved(samples, batches, proved) if sample not in picked]
+        if (self.widened or self._verify == "all") and are_new_together(batches, self._together):
+            few += [sample for sample in range(len(batches)) if sample not in few and sample not in others]
         return self._connected(few, others, len(batches))
 
     def _connected(self, few: list[int], others: list[int], number: int) -> tuple[list[int], list[int]]:

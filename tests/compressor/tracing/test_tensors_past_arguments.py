@@ -254,6 +254,12 @@ def test_all_batches_meet_what_any_of_them_has_left(engine: Engine) -> None:
     model = nn.Sequential(Layer(as_it_is), Layer(handed), Layer(as_it_is)).eval()
     with pytest.raises(TracingError):
         trace(model, given, ["Layer"], engine=engine, verify="all")
+    plan = trace(model, given[:1], ["Layer"], engine=engine, verify="all")
+    with pytest.raises(TracingError):
+        for several in (*([one] for one in given[:4]), given):  # each was proved, but alone
+            with plan.run(several) as running:
+                for stage in running:
+                    stage.propagate()
 
 
 @pytest.mark.parametrize("engine", ["graph", "suspend"])
