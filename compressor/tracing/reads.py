@@ -19,7 +19,6 @@ same in all batches but a few.
 from __future__ import annotations
 
 import dis
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -358,26 +357,6 @@ class LeftMemory(Unnoticed):
             is_trial: what it does now has no consequences, so that it may not meet it later.
         """
         self._now = (object(), forward) if is_trial else (forward,)
-
-    def end(self, kept: Iterable[object], has_filled: bool) -> None:
-        """Look at what the forward that has ended leaves behind: a later batch may find it, also where none of these few does.
-
-        Args:
-            kept: values that each forward finds as it has left them itself.
-            has_filled: something else lies in a container of the model than did before.
-        """
-        if self.first:
-            return
-        if not has_filled and self._left(kept):
-            gc.collect()  # what nobody can reach any more is not left
-            has_filled = self._left(kept)
-        if has_filled:
-            self.first = "the forward leaves a value in a container or object, where another batch may find it"
-
-    def _left(self, kept: Iterable[object]) -> bool:
-        its_own = {_memory(item) for item in _tensors([*kept])}
-        found = (hold for key, (hold, owner) in self._owners.items() if owner == self._now[0] and key not in its_own)
-        return any(hold() is not None if isinstance(hold, weakref.ref) else not hold.expired() for hold in found)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch call, and look at what it is given and gives."""
