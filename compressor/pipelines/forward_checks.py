@@ -102,6 +102,20 @@ def note_proof(state: State, widened: str) -> None:
         state.report.notes.append(f"all batches were held against the plain model before the first stage, for {widened}")
 
 
+def note_unproved(state: State, place: str) -> None:
+    """Say in the report that the run has left something where no batch of the proof did.
+
+    Args:
+        state: of the session; changed.
+        place: in the model; empty where there is none.
+    """
+    if place:
+        state.report.notes.append(
+            f"{place} is not what it was when the run began, and no batch of the proof has changed it; whether one batch leaves something "
+            'there that another finds, verify="all" (--verify all) shows'
+        )
+
+
 def set_token_mask(state: State, data: CalibrationData, index: int) -> None:
     """Give the modifiers the mask and the shape of the batch that is about to run. Changes the state.
 

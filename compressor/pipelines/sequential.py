@@ -29,6 +29,7 @@ from compressor.pipelines.forward_checks import (
     compressed_names,
     note_kept,
     note_proof,
+    note_unproved,
     picked_rows,
     refuse_exchanged,
     set_token_mask,
@@ -203,6 +204,7 @@ def _pass_stages(
         weights.hold(())
     _check_called(session, running.uncalled, settings.targets)
     _note_late(state, early if settings.propagate_error else ())
+    note_unproved(state, plan.unproved)
     return running.uncalled
 
 

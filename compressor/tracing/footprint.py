@@ -33,7 +33,7 @@ from compressor.numerics.checksum import checksum
 from compressor.pages import let_go
 from compressor.random_state import GENERATORS, generator_state, same_state, set_generator_state
 from compressor.tracing.containers import CONTAINERS, RAW, attributes_of, content, fill, holds, slots_of
-from compressor.tracing.targets.sample_state import TorchState
+from compressor.tracing.targets.sample_state import OF_EVERY_MODULE, TorchState
 
 # Writes to the tensors of a model, seen before they happen, for models of which no copy is kept: what is about to change is copied.
 
@@ -291,12 +291,90 @@ class Footprint:
         return id(self._names[name]) in self.stirred.tensors
 
     @contextmanager
-    def returning(self) -> Iterator[None]:
-        """Put everything back at the end, however it ends; for one forward of several."""
+    def returning(self) -> Iterator[Footprint]:
+        """Put everything back at the end, however it ends; for one forward of several. Yields this footprint."""
         try:
-            yield
+            yield self
         finally:
             self.put_back()
+
+    def left_by_forward(self, noted: Collection[tuple[nn.Module, str]]) -> str:
+        """Say why few batches prove nothing for others if a forward that has just run has left something on the model.
+
+        Args:
+            noted: module and name of the attributes and buffers that it set on modules: these are a sample's own.
+
+        Returns:
+            The reason, with the first place; empty where nothing is left.
+        """
+        moved = [(one, kept) for one, kept in self._containers if not holds(one, kept)]
+        if not moved:
+            return ""
+        own = {(id(table), name) for module, name in noted for table in (vars(module), module._buffers)}
+        set_up = {id(vars(module).get(name)) for module in self._model.modules() for name in OF_EVERY_MODULE - {"_buffers"}}
+        odd = (one for one, kept in moved if id(one) not in set_up and any((id(one), key) not in own for key in _moved(one, kept)))
+        place = next((place_of(self._model, one) for one in odd), "")
+        return place and f"the forward leaves something in {place}, where another batch may find it"
+
+
+def _moved(container: Any, kept: Any) -> Iterator[Any]:
+    """Keys under which a container holds something else; of one without keys, None. Python itself adds `__annotations__` to classes."""
+    if holds(container, kept):
+        return
+    if not isinstance(kept, dict):
+        yield None
+        return
+    now, missing = content(container), object()
+    names = {**kept, **now} if not isinstance(container, type) else {key: None for key in {**kept, **now} if not key.startswith("__")}
+    yield from (key for key in names if kept.get(key, missing) is not now.get(key, missing))
+
+
+def place_of(model: nn.Module, container: Any) -> str:
+    """Say where in a model a container lies.
+
+    Args:
+        model: not modified.
+        container: that something in the model holds, a module itself, or a class.
+
+    Returns:
+        The dotted name of the module or its attribute; of what lies deeper, its type.
+    """
+    if isinstance(container, type):
+        return f"the class {container.__qualname__}"
+    for name, module in model.named_modules():
+        if vars(module) is container or module._buffers is container:
+            return name or "the model"
+        for key, value in vars(module).items():
+            if value is container or attributes_of(value) is container:
+                return f"{name}.{key}".lstrip(".")
+    return f"a {type(container).__name__} that the model holds"
+
+
+class HeldContainers:
+    """What lies in the containers, objects and classes that a model holds, but for the tables of modules. Later it is held against that."""
+
+    def __init__(self, model: nn.Module, watched: Collection[str], known: Collection[int]) -> None:
+        """Look at the model.
+
+        Args:
+            model: is only looked at.
+            watched: dotted names of modules on which, or below, hooks keep statistics: these are left out.
+            known: identities of containers that are known to change.
+        """
+        found = _Walk(model, {below for name in watched for below in model.get_submodule(name).modules()})
+        tables = {
+            id(table) for module in model.modules() for table in (vars(module), *(vars(module).get(name) for name in OF_EVERY_MODULE))
+        }
+        left_out = tables | set(known) | {id(one) for one in _GLOBAL_HOOKS}
+        self._model, self._containers = model, [(one, content(one)) for key, one in found.containers.items() if key not in left_out]
+
+    def changed(self) -> str:
+        """Say which holds something else now.
+
+        Returns:
+            The first one by its place in the model; empty where there is none.
+        """
+        return next((place_of(self._model, one) for one, kept in self._containers if any(True for _ in _moved(one, kept))), "")
 
 
 def held_tensors(model: nn.Module) -> Collection[Tensor]:

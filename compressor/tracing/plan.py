@@ -89,6 +89,7 @@ class Plan:
         self._has_read = False  # forwards have been seen to read the same weights again
         self._planned_on: PythonValues | None = None
         self._changed = ""  # of that, before the last run
+        self._traces: Traces | None = None  # of the last run
         self._footprint: Footprint | None = None  # of the model as forwards find it; while there is planning
         self._start_over()
 
@@ -116,6 +117,11 @@ class Plan:
     def widened(self) -> str:
         """Why all batches were proved, where a few would have been no proof for the others; empty where a few were enough."""
         return self._widened if self._graph is None else self._graph.widened
+
+    @property
+    def unproved(self) -> str:
+        """A place in the model that the last run has changed though no batch of the proof did; empty where there is none."""
+        return "" if self._traces is None else self._traces.unproved
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -183,43 +189,17 @@ class Plan:
 
         with quiet():
             chosen, trails = self._unchanged(batches, decide)
-        traces = Traces(self.model, self._stirred, settle if self._settles else None)
+        kept_by_hooks = watched() if keeping is None else keeping
+        to_look_at = None if self._verify != "first" or self.widened else kept_by_hooks
+        self._traces = traces = Traces(self.model, self._stirred, settle if self._settles else None, to_look_at)
         known = known if has_hooks else self._set_by_forwards()  # which do not sleep while more is planned
-        if chosen is not None and self._graph is not None:
-            return GraphRun(
-                self.model,
-                batches,
-                [variant.program for variant in chosen],
-                self._graph.planner.groups,
-                store,
-                device=device,
-                watched=watched,
-                keeping=keeping,
-                on_sample=on_sample,
-                quiet=quiet,
-                keep_outputs=keep_outputs,
-                traces=traces,
-                beside=beside,
-                own=own,
-                may_wait=may_wait,
-                set_by_forwards=known,
-            )
-        return SuspendedRun(
-            self.model,
-            self.partition.targets,
-            batches,
-            device=device,
-            watched=watched,
-            keeping=keeping,
-            on_sample=on_sample,
-            quiet=quiet,
-            keep_outputs=keep_outputs,
-            trails=trails,
-            traces=traces,
-            own=own,
-            everywhere=everywhere,
-            set_by_forwards=known,
-        )
+        common: Any = {"device": device, "watched": watched, "keeping": keeping, "on_sample": on_sample, "quiet": quiet, "own": own}
+        common |= {"keep_outputs": keep_outputs, "traces": traces, "set_by_forwards": known}
+        if chosen is None or self._graph is None:
+            targets = self.partition.targets
+            return SuspendedRun(self.model, targets, batches, trails=trails, everywhere=everywhere, **common)
+        programs, groups = [variant.program for variant in chosen], self._graph.planner.groups
+        return GraphRun(self.model, batches, programs, groups, store, beside=beside, may_wait=may_wait, **common)
 
     def _set_by_forwards(self) -> frozenset[str]:
         """What the forwards that have been planned set on modules, by dotted name."""
@@ -304,11 +284,11 @@ class Plan:
             state.restore()
 
     @contextmanager
-    def _returning(self) -> Iterator[None]:
+    def _returning(self) -> Iterator[Footprint | None]:
         """Put the model back at the end of a forward, or of several that belong together."""
-        with nullcontext() if self._footprint is None else self._footprint.returning(), ExitStack() as away:
+        with nullcontext() if self._footprint is None else self._footprint.returning() as before, ExitStack() as away:
             away.callback(self._put_away)
-            yield
+            yield before
 
     def verify(self, batches: Sequence[Batch]) -> int:
         """Hold the recorded graphs, as they are now, against the plain model, bit for bit.
@@ -398,8 +378,8 @@ class Plan:
         digest = content_digest(batch)
         if digest not in self._trails:
             here = batch if self._device is None else batch_to(batch, self._device)
-            with self._returning():
-                self._trails[digest] = observe_trail(self.model, self.partition, here)
+            with self._returning() as before:
+                self._trails[digest] = observe_trail(self.model, self.partition, here, before)
         return self._trails[digest]
 
     def _note_uncalled(self, called: Collection[str]) -> None:

@@ -22,27 +22,38 @@ from torch import Tensor, nn
 from compressor.data.collate import Batch
 from compressor.random_state import generator_state, set_generator_state
 from compressor.tracing.containers import RAW, attributes_of, content, fill, holds, in_slots
-from compressor.tracing.footprint import KeptTensor, Stirred, is_of_model
+from compressor.tracing.footprint import HeldContainers, KeptTensor, Stirred, is_of_model
 from compressor.tracing.graph.nested_values import SETTINGS, Modes, call_name
 from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.graph.planner import without_traces
 from compressor.tracing.reads import Unnoticed
 from compressor.tracing.targets.call_order import plain_forward
+from compressor.tracing.targets.sample_state import OF_EVERY_MODULE
 
 _MISSING = object()
 
 
 class Traces:
-    """A ledger of what forwards changed. A context manager that takes it back at the end."""
+    """A ledger of what forwards changed. A context manager that takes it back at the end.
 
-    def __init__(self, model: nn.Module, stirred: Stirred, settle: Callable[[], object] | None = None) -> None:
+    Attributes:
+        unproved: a place in the model that has changed though no proof saw it change; empty where there is none, or before the end.
+    """
+
+    def __init__(
+        self, model: nn.Module, stirred: Stirred, settle: Callable[[], object] | None = None, keeping: Collection[str] | None = None
+    ) -> None:
         """Keep nothing yet.
 
         Args:
             model: that runs.
             stirred: what to look at.
             settle: runs a forward that brings the model to the state in which all forwards are to begin; None for a model that has one.
+            keeping: dotted names of the modules on which, or below, hooks keep statistics, to look at all others at the end, too; None
+                where there is no need to.
         """
+        self.unproved = ""
+        self._held = None if keeping is None else HeldContainers(model, keeping, stirred.containers)
         self._model, self._stirred, self._settle = model, stirred, settle
         self._made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # container and key to what was there, and what a forward left
         self._before: list[tuple[Any, Any]] = []
@@ -70,6 +81,7 @@ class Traces:
 
     def __exit__(self, *exc_info: object) -> None:
         """Take everything back."""
+        self.unproved = "" if self._held is None else self._held.changed()
         self.undo()
 
     @contextmanager
@@ -155,7 +167,6 @@ class Traces:
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, enum.Enum, torch.dtype, torch.device, torch.Size, np.generic)
 _ITSELF = (FunctionType, BuiltinFunctionType, MethodType, ModuleType, logging.Logger)  # which one it is counts, not what lies in it
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 5
 _MAX_VALUES = 200_000
 _MOST_SAID = 60  # characters of a value
@@ -189,7 +200,7 @@ class PythonValues:
 
     def _look_at(self, name: str, module: nn.Module) -> None:
         for key, value in vars(module).items():
-            if key not in _OF_EVERY_MODULE:
+            if key not in OF_EVERY_MODULE or key == "training":
                 self._take(f"{name}.{key}".lstrip("."), value)
         self._look_at_classes(type(module))
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.footprint import held_tensors
+from compressor.tracing.footprint import Footprint, held_tensors
 from compressor.tracing.graph.guards import Wording, describe_guard
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.graph.planner import GraphPlanner, Variant
@@ -50,7 +50,7 @@ def verify_programs(
     model: nn.Module,
     cases: Sequence[Case],
     groups: Mapping[str, int],
-    returning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    returning: Callable[[], AbstractContextManager[Footprint | None]] = nullcontext,
     numbers: OtherNumbers | None = None,
     inside: bool = True,
     is_few: bool = False,

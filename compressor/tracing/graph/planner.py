@@ -19,6 +19,7 @@ from compressor.data.layouts import digest as digest_of
 from compressor.data.layouts import kind_of, shape_of
 from compressor.errors import TracingError
 from compressor.random_state import RandomState
+from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.guards import GuardPlan, plan_guards, why_late
 from compressor.tracing.graph.nodes import Frame, GuardFailure, Refusal, SwallowedTarget, current_frames, one_line, raised
 from compressor.tracing.graph.program import Program, Segment, build_program, signature_of
@@ -35,7 +36,12 @@ from compressor.tracing.targets.sample_state import ModuleValues
 
 
 def record(
-    model: nn.Module, batch: Batch, targets: Mapping[str, nn.Module], groups: Mapping[str, int], leaves: Sequence[LeafFunction]
+    model: nn.Module,
+    batch: Batch,
+    targets: Mapping[str, nn.Module],
+    groups: Mapping[str, int],
+    leaves: Sequence[LeafFunction],
+    footprint: Footprint | None = None,
 ) -> Program:
     """Run the forward of a model once and record it.
 
@@ -45,6 +51,7 @@ def record(
         targets: dotted name to module.
         groups: target to the number of the stage it shares.
         leaves: functions to record as one node.
+        footprint: of the model as it is now; None: what the forward leaves there is not looked for.
 
     Returns:
         The program of this batch.
@@ -67,11 +74,12 @@ def record(
                 recorder.weights.check()
                 encoded = recorder.encoder.encode(output)
             reassigned = {f"{recorder.builder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
+            left = "" if footprint is None else footprint.left_by_forward(values.noted())
     finally:
         outside.restore()
         reads.forget()
     program = build_program(model, recorder, encoded, signature_of(batch), groups, reassigned)
-    program.reads = reads.first or recorder.left
+    program.reads = reads.first or recorder.left or left
     program.readers = frozenset(reads.places)
     return program
 
@@ -190,7 +198,7 @@ class GraphPlanner:
         self.variants: list[Variant] = []
         self.functions: list[LeafFunction] = [resolve_leaf(given) for given in leaves]
         self.num_forwards = 0
-        self.returning: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.returning: Callable[[], AbstractContextManager[Footprint | None]] = nullcontext
         self._model, self._targets, self._device = model, targets, device
         self._max_variants, self._per_stage = max_variants, targets_per_stage
         self.groups: dict[str, int] = dict(zip(targets, range(len(targets)), strict=True))
@@ -264,7 +272,7 @@ class GraphPlanner:
             raise GuardFailure(f"inputs: traced with {odd[0]!r}, this batch gives {odd[1]!r}")
         inputs = named_inputs(copy_batch(batch))
         try:
-            with self.returning(), without_traces():
+            with self.returning() as before, without_traces() as values:
                 # Sizes behind a target show only when all of it runs; once for each set of shapes is enough.
                 if variant.guards.late_shapes and not (variant.guards.late_by_shape and shapes(batch) in variant.sizes):
                     self.num_forwards += 1
@@ -272,6 +280,8 @@ class GraphPlanner:
                     variant.sizes.add(shapes(batch))
                 elif variant.guards.entry:
                     run_nodes(variant.guards.entry, inputs, self._model)
+                if before is not None and not variant.program.reads:  # leaves run as they are
+                    variant.program.reads = before.left_by_forward(values.noted())
         except GuardFailure:
             raise
         except Exception as error:  # the recorded operations do not fit this batch, which has not been run for real yet
@@ -303,8 +313,8 @@ class GraphPlanner:
         """Record a program; None where a new leaf makes everything start over."""
         self.num_forwards += 1
         try:
-            with self.returning():
-                program = record(self._model, batch, self._targets, self.groups, self.functions)
+            with self.returning() as before:
+                program = record(self._model, batch, self._targets, self.groups, self.functions, before)
         except SwallowedTarget as refusal:
             self._ban(refusal)
             return None

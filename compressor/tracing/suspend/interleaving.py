@@ -16,7 +16,7 @@ from torch import nn
 
 from compressor.data.collate import Batch, batch_to
 from compressor.errors import TracingError
-from compressor.tracing.footprint import held_tensors
+from compressor.tracing.footprint import Footprint, held_tensors
 from compressor.tracing.graph.nodes import one_line
 from compressor.tracing.picking import facts_of, other_content, pick
 from compressor.tracing.proof import Comparison, Difference, Found, OtherNumbers
@@ -36,7 +36,7 @@ def check_apart(
     batches: Sequence[Batch],
     device: torch.device | None,
     trails: Sequence[Trail],
-    returning: Callable[[], AbstractContextManager[None]],
+    returning: Callable[[], AbstractContextManager[Footprint | None]],
     numbers: OtherNumbers | None = None,
     is_few: bool = False,
 ) -> Found:
@@ -96,7 +96,7 @@ def check_apart_with_other_numbers(
     batches: Sequence[Batch],
     device: torch.device | None,
     trails: Sequence[Trail],
-    returning: Callable[[], AbstractContextManager[None]],
+    returning: Callable[[], AbstractContextManager[Footprint | None]],
 ) -> None:
     """Do the same as if the targets were compressed, by far: what Python reads off their numbers may differ then where it was one value.
 

@@ -28,7 +28,7 @@ from compressor.tracing.targets.order import OutsideCall, Trail
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 from compressor.tracing.targets.partition import Partition, module_names
 from compressor.tracing.targets.records import Stage
-from compressor.tracing.targets.sample_state import ModuleValues, TorchState, changed_containers, container_contents, names_of
+from compressor.tracing.targets.sample_state import ModuleValues, TorchState, names_of
 
 _UNUSUAL_SEED = 3_141_592_653
 _NO_PAUSE = 'where a forward cannot pause; use pipeline="basic" or other sequential targets'
@@ -48,13 +48,14 @@ def stages_of(model: nn.Module, trail: Trail) -> tuple[Stage, ...]:
     return tuple(Stage(index, (name,), module_names(model, name), num_calls=calls[name]) for index, name in enumerate(calls))
 
 
-def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
+def observe_trail(model: nn.Module, cut: Partition, batch: Batch, footprint: Footprint | None = None) -> Trail:
     """Run one plain forward and note the targets that it calls.
 
     Args:
         model: as it was afterwards, but for what its own forward writes to in place.
         cut: its targets.
         batch: on the device of the model; not modified.
+        footprint: of the model as it is now; None: what the forward leaves there is not looked for.
 
     Returns:
         A name for each call, in order, and whether random numbers were drawn elsewhere than in torch.
@@ -73,13 +74,14 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch) -> Trail:
             calls, outside = _calls(model, cut, batch, reads)
             now = dict(model.named_modules())
             reassigned = names_of(model, values.noted())
+            left = "" if footprint is None else footprint.left_by_forward(values.noted())
             replaced = tuple(name for name, module in modules.items() if now.get(name) is not module)
             draws = foreign_random() != before
         if draws:  # what it draws may decide what it calls
             state.restore()
             with without_traces():
                 calls, outside = _calls(model, cut, batch, reads)
-        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first, reassigned=reassigned)
+        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first or left, reassigned=reassigned)
     finally:
         state.restore()
 
@@ -225,7 +227,7 @@ def plain_forwards(
     model: nn.Module,
     watched: Collection[str],
     batches: Sequence[Batch],
-    returning: Callable[[], AbstractContextManager[None]] = nullcontext,
+    returning: Callable[[], AbstractContextManager[Footprint | None]] = nullcontext,
     numbers: OtherNumbers | None = None,
     left: LeftMemory | None = None,
     reads: HostReads | None = None,
@@ -237,7 +239,7 @@ def plain_forwards(
         model: as it was afterwards.
         watched: dotted names of the modules to look at.
         batches: on the device of the model; not modified.
-        returning: context that puts the model back after a forward.
+        returning: context that puts the model back after a forward, and gives the footprint of what it was.
         numbers: changes what targets compute.
         left: looks at the forwards.
         reads: look at them, too, more closely than elsewhere.
@@ -248,8 +250,8 @@ def plain_forwards(
     """
     expected, changed = [], set()
     for place, batch in enumerate(batches):
-        contents = [] if left is None else container_contents(model)
-        with returning(), without_traces() as values, nullcontext() if numbers is None else numbers.made(place), ExitStack() as looking:
+        with returning() as before, without_traces() as values, ExitStack() as looking:
+            looking.enter_context(nullcontext() if numbers is None else numbers.made(place))
             if left is not None:
                 left.begin(("alone", place))
                 looking.enter_context(left)
@@ -257,8 +259,8 @@ def plain_forwards(
                 looking.enter_context(ReadWatch(reads))
             expected.append(observe(model, watched, lambda: plain_forward(model, batch)))  # noqa: B023 - called at once
             changed |= set(values.changed())
-            if left is not None and changed_containers(contents):
-                left.first = left.first or "the forward leaves something in a container of the model, where another batch may find it"
+            if left is not None and before is not None and not left.first:
+                left.first = before.left_by_forward(values.noted())
     if not (changed or written) or len(batches) == 1:
         return expected, ()
     if numbers is not None:

@@ -39,7 +39,7 @@ class Trail:
         foreign_random: it draws random numbers from Python or numpy.
         replaced: names of the modules in whose place it has put others.
         outside: calls of modules outside of the target that they lie in.
-        reads: what it may hand on unseen: a Python value that it reads off its data, or a tensor; empty where nothing.
+        reads: what it may hand on unseen: a Python value that it reads off its data, or what it leaves on the model; empty where nothing.
         reassigned: dotted names of attributes and buffers that it sets on modules.
     """
 

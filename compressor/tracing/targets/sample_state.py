@@ -199,7 +199,7 @@ def values_kept(module: nn.Module) -> Iterator[None]:
 
 def container_contents(module: nn.Module) -> list[tuple[Any, list[Any]]]:
     """List the plain containers that a module and modules in it hold, those within each other included, each with what lies in it."""
-    values = (value for part in module.modules() for name, value in vars(part).items() if name not in _TORCH_S)
+    values = (value for part in module.modules() for name, value in vars(part).items() if name not in OF_EVERY_MODULE)
     return [(one, _contents(one)) for one in _containers(values)]
 
 
@@ -208,7 +208,7 @@ def changed_containers(contents: Iterable[tuple[Any, list[Any]]]) -> list[tuple[
     return [(one, held) for one, held in contents if [*map(id, _contents(one))] != [*map(id, held)]]
 
 
-_TORCH_S = frozenset(vars(nn.Module()))  # tables of hooks, parameters, modules: no data of the author
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # tables of hooks, parameters, modules: no data of the author
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,8 @@ def test_memory_of_its_own_costs_no_wider_proof(engine: Engine) -> None:
 class Caching(nn.Module):
     """Keeps what the first batch of a size had, before the first layer."""
 
+    cache_of_class: dict[int, Any] = {}  # noqa: RUF012 - one for all
+
     def __init__(self, cache: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -187,10 +190,14 @@ class Caching(nn.Module):
         self.cache = cache
 
     def forward(self, x: Tensor) -> Tensor:
-        found, size = self.cache, len(x)
+        found, size = self.cache_of_class if self.cache is None else self.cache, len(x)
         if isinstance(found, set):
             x = x if size in found else 2 * x
             found.add(size)
+        elif isinstance(found, SimpleNamespace):
+            found.mean = getattr(found, "mean", None) if getattr(found, "size", size) == size else None
+            found.mean, found.size = x.mean() if found.mean is None else found.mean, size
+            x = x + found.mean
         else:
             kept = found[size] if isinstance(found, list) else found.get(size)
             found[size] = x.mean() if kept is None else kept
@@ -204,7 +211,9 @@ CACHES = {
     "dict": dict,
     "ordered": OrderedDict,
     "list": lambda: [None] * 4,
+    "object": SimpleNamespace,
     "set": set,
+    "class": lambda: None,
 }
 
 
@@ -212,11 +221,14 @@ CACHES = {
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
 def test_what_only_a_later_batch_finds_is_right_or_refused(cache: Any, engine: Engine) -> None:
     """The proof takes a batch of each size, and none of them finds what another has left."""
+    Caching.cache_of_class.clear()
     generator, alone = torch.Generator().manual_seed(0), []
     given = [(torch.randn(rows, WIDTH, generator=generator),) for rows in (3, 2, 3, 3)]
     for batch in given:
+        Caching.cache_of_class.clear()
         with torch.no_grad():
             alone.append(Caching(cache()).eval()(*batch))
+    Caching.cache_of_class.clear()
     model = Caching(cache()).eval()
     try:
         plan = trace(model, given, ["Layer"], engine=engine)
@@ -227,6 +239,57 @@ def test_what_only_a_later_batch_finds_is_right_or_refused(cache: Any, engine: E
         for stage in running:
             stage.propagate()
     assert all(torch.equal(one, other) for one, other in zip(running.outputs, alone, strict=True))
+
+
+class Later(nn.Module):
+    """Keeps something of its fourth size in an object, and uses it at the fifth: a proof takes neither size where two others come first."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside, self.kept = inside, SimpleNamespace(mean=None)
+        self.layers = nn.ModuleList(Layer(self._step if inside and place == 0 else as_it_is) for place in range(2))
+
+    def _step(self, layer: Any, x: Tensor) -> Tensor:
+        return later(self.kept, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.inside else later(self.kept, x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def later(kept: SimpleNamespace, x: Tensor) -> Tensor:
+    if len(x) == 5:
+        kept.mean = x.mean()
+    return x if len(x) != 6 or kept.mean is None else x + kept.mean
+
+
+def sizes_in_turn() -> list[tuple[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(rows, WIDTH, generator=generator),) for rows in (2, 3, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_what_a_batch_outside_of_the_proof_leaves_before_the_layers_is_refused(engine: Engine) -> None:
+    with pytest.raises(TracingError, match=r"differs|do not give"):
+        trace(Later(inside=False).eval(), sizes_in_turn(), ["Layer"], engine=engine, max_variants=1)
+
+
+def test_what_a_layer_leaves_in_a_later_batch_is_found_before_by_suspend_and_named_afterwards_by_the_graph() -> None:
+    with pytest.raises(TracingError, match="do not give"):
+        trace(Later(inside=True).eval(), sizes_in_turn(), ["Layer"], engine="suspend")
+    model, given = Later(inside=True).eval(), sizes_in_turn()
+    plan = trace(model, given, ["Layer"], engine="graph")
+    named = []
+    for batches_of_run in (given[:3], given):
+        with plan.run(batches_of_run) as running:
+            for stage in running:
+                stage.propagate()
+        named.append(plan.unproved)
+        model.kept.mean = None
+    assert named == ["", "kept"]
 
 
 def handed(layer: Any, x: Tensor) -> Tensor:
