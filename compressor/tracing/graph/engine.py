@@ -241,7 +241,8 @@ class GraphEngine:
         """Compare on all other batches, and as if targets were compressed by far: what Python reads of their numbers may differ then."""
         groups, returning = self.planner.groups, self.planner.returning
         if others:
-            self._note(verify_programs(self._model, self._cases(chosen, batches, [few[0], *others]), groups, returning, inside=False))
+            together = self._cases(chosen, batches, [*few, *others])  # what the few leave may be for one of the others
+            self._note(verify_programs(self._model, together, groups, returning, inside=False))
             self.num_verified += len(others)
         try:
             numbers = OtherNumbers(self._model, groups)

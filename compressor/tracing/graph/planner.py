@@ -36,12 +36,7 @@ from compressor.tracing.targets.sample_state import ModuleValues
 
 
 def record(
-    model: nn.Module,
-    batch: Batch,
-    targets: Mapping[str, nn.Module],
-    groups: Mapping[str, int],
-    leaves: Sequence[LeafFunction],
-    footprint: Footprint | None = None,
+    model: nn.Module, batch: Batch, targets: Mapping[str, nn.Module], groups: Mapping[str, int], leaves: Sequence[LeafFunction]
 ) -> Program:
     """Run the forward of a model once and record it.
 
@@ -51,7 +46,6 @@ def record(
         targets: dotted name to module.
         groups: target to the number of the stage it shares.
         leaves: functions to record as one node.
-        footprint: of the model as it is now; None: what the forward leaves there is not looked for.
 
     Returns:
         The program of this batch.
@@ -74,12 +68,11 @@ def record(
                 recorder.weights.check()
                 encoded = recorder.encoder.encode(output)
             reassigned = {f"{recorder.builder.names.get(id(module), '?')}.{name}".lstrip(".") for module, name in values.noted()}
-            left = "" if footprint is None else footprint.left_by_forward(values.noted())
     finally:
         outside.restore()
         reads.forget()
     program = build_program(model, recorder, encoded, signature_of(batch), groups, reassigned)
-    program.reads = reads.first or recorder.left or left
+    program.reads = reads.first or recorder.left
     program.readers = frozenset(reads.places)
     return program
 
@@ -313,8 +306,8 @@ class GraphPlanner:
         """Record a program; None where a new leaf makes everything start over."""
         self.num_forwards += 1
         try:
-            with self.returning() as before:
-                program = record(self._model, batch, self._targets, self.groups, self.functions, before)
+            with self.returning():
+                program = record(self._model, batch, self._targets, self.groups, self.functions)
         except SwallowedTarget as refusal:
             self._ban(refusal)
             return None

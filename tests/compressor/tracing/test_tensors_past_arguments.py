@@ -280,6 +280,8 @@ def test_what_a_batch_outside_of_the_proof_leaves_before_the_layers_is_refused(e
 def test_what_a_layer_leaves_in_a_later_batch_is_found_before_by_suspend_and_named_afterwards_by_the_graph() -> None:
     with pytest.raises(TracingError, match="do not give"):
         trace(Later(inside=True).eval(), sizes_in_turn(), ["Layer"], engine="suspend")
+    with pytest.raises(TracingError, match="differs"):  # here the proof takes the batch that leaves something
+        trace(Later(inside=True).eval(), [sizes_in_turn()[place] for place in (0, 3, 4)], ["Layer"], engine="graph")
     model, given = Later(inside=True).eval(), sizes_in_turn()
     plan = trace(model, given, ["Layer"], engine="graph")
     named = []
@@ -290,6 +292,31 @@ def test_what_a_layer_leaves_in_a_later_batch_is_found_before_by_suspend_and_nam
         named.append(plan.unproved)
         model.kept.mean = None
     assert named == ["", "kept"]
+
+
+class Installing(Later):
+    """Installs a hook at its first forward, and its class gets annotations when somebody asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__(inside=False)
+        self.layers[0].has_hook = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.layers[0].has_hook:
+            self.layers[0].has_hook = True
+            self.layers[0].register_forward_hook(lambda layer, args, output: None)
+        assert not Installing.__annotations__
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_hooks_that_a_forward_installs_and_what_python_adds_to_classes_count_for_nothing(engine: Engine) -> None:
+    model, given = Installing().eval(), sizes_in_turn()[:3]
+    plan = trace(model, given, ["Layer"], engine=engine)
+    with plan.run(given) as running:
+        for stage in running:
+            stage.propagate()
+    assert not plan.widened and not plan.unproved
 
 
 def handed(layer: Any, x: Tensor) -> Tensor:
