@@ -22,7 +22,7 @@ from harness.onnx_graph.census.chains import Chains
 from harness.onnx_graph.census.flow import PACKED_ATTENTION, PROJECTED_ATTENTION, FlowMap, Shapes, is_opaque, operands
 from harness.onnx_graph.census.parts import shared_across_blocks, takes_a_part
 from harness.onnx_graph.census.products import SOFTMAX, Products, is_matrix_product, shown
-from harness.onnx_graph.census.projections import Projection, find_projection
+from harness.onnx_graph.census.projections import Projection, are_parts_of_copies, find_projection
 from harness.onnx_graph.census.score_axes import ScoreAxes
 from harness.onnx_graph.census.streams import BlockPlace, Streams, block_places, find_unread
 from harness.onnx_graph.graph.constants import Constants
@@ -330,6 +330,8 @@ class _Search:
         held: dict[str, object] = {role: tuple(each.sources for each in (one, *one.beside)) for role, (one, *_) in layers.items()}
         for one, other in itertools.combinations(ROLES, 2):
             first, second = layers[one][0], layers[other][0]
+            if held[one] != held[other] and are_parts_of_copies(first, second):
+                held[other] = held[one]
             if held[one] != held[other] and first.marks == second.marks:
                 parts = (takes_a_part(self._view, self._shapes, layers[role][0], found[role].value) for role in (one, other))
                 held[other] = held[one] if all(parts) else held[other]

@@ -82,22 +82,41 @@ class Projection:
         """Hash of shape and values; another orientation has another one."""
         return fingerprint(self.matrix_IO)
 
+    @functools.cached_property
+    def whole(self) -> ir.Value | None:
+        """The constant that it is a part of; None where it is all of it but for zeros that pad it."""
+        arrays = {one: array for one in self.sources if (array := tensor_of(one)) is not None}
+        held = max(arrays, key=lambda one: (arrays[one].size, str(one.name)), default=None)
+        if held is None or arrays[held].size <= self.matrix_IO.size:
+            return None
+        return None if np.count_nonzero(arrays[held]) == np.count_nonzero(self.matrix_IO) else held
+
     @property
     def cut_from(self) -> str:
-        """The name and shape of the constant that it is a part of; empty where it is all of it but for zeros that pad it."""
-        sizes = {one: math.prod(one.shape.numpy()) for one in self.sources if one.shape is not None}
-        held = max(sizes, key=lambda one: (sizes[one], str(one.name)), default=None)
-        if held is None or held.shape is None or sizes[held] <= self.matrix_IO.size:
-            return ""
-        numbers = tensor_of(held)
-        if numbers is not None and np.count_nonzero(numbers) == np.count_nonzero(self.matrix_IO):
-            return ""
-        return f"{held.name} {list(held.shape.numpy())}"
+        """The name and shape of `whole`; empty where there is none."""
+        array = None if self.whole is None else tensor_of(self.whole)
+        return "" if self.whole is None or array is None else f"{self.whole.name} {list(array.shape)}"
 
     @property
     def marks(self) -> tuple[str, ...]:
         """Fingerprints of all layers that are the role's own."""
         return (self.fingerprint, *(one.fingerprint for one in self.beside))
+
+
+def are_parts_of_copies(one: Projection, other: Projection) -> bool:
+    """Say whether two layers are cut from constants of equal numbers, which a graph may hold once or twice, and as its transpose.
+
+    Args:
+        one: of a graph.
+        other: of the same graph.
+
+    Returns:
+        True if so; False where one of them is all of its constant.
+    """
+    first, second = (None if layer.whole is None else tensor_of(layer.whole) for layer in (one, other))
+    if first is None or second is None or first.size != second.size:
+        return False
+    return np.array_equal(first.ravel(), second.ravel()) or (first.T.shape == second.shape and np.array_equal(first.T, second))
 
 
 def _is_orthogonal(matrix: np.ndarray) -> bool:

@@ -93,7 +93,7 @@ class Constants:
             seen.add(asked)
             node = one.producer()
             if (held := tensor_of(one)) is not None:
-                leaves.add(one)
+                leaves |= set() if part is _Part.PLACES else {one}
                 holding |= {one} if part is _Part.VALUES or (part is _Part.ANY and held.ndim > 1) else set()
             elif node is not None:
                 parts = (*_PARTS.get(node.op_type, ()), *[_Part.ANY] * len(node.inputs))

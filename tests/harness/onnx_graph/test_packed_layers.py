@@ -35,6 +35,13 @@ LAYOUTS = {
     "from copies": "p0 = MatMul(x, packed) p1 = MatMul(x, copy1) p2 = MatMul(x, copy2) "
     "a0 = Slice(p0, n0, w1, n2) a1 = Slice(p1, w1, w2, n2) a2 = Slice(p2, w2, end, n2)",
 }
+CUT_WEIGHTS = {
+    "one flat weight": "c0 = Slice(line, n0, l1, n0) c1 = Slice(line, l1, l2, n0) c2 = Slice(line, l2, l3, n0) "
+    "b0 = Reshape(c0, square) b1 = Reshape(c1, square) b2 = Reshape(c2, square)",
+    "equal copies": "b0 = Slice(packed, n0, w1, n1) b1 = Slice(copy1, w1, w2, n1) b2 = Slice(copy2, w2, end, n1)",
+    "a copy that is turned": "b0 = Slice(packed, n0, w1, n1) b1 = Slice(copy1, w1, w2, n1) "
+    "c2 = Slice(turned, w2, end, n0) b2 = Transpose<perm = [1, 0]>(c2)",
+}
 BETWEEN = {
     "nothing": "qx = Identity(q) kx = Identity(k) ",
     "rotary": ROTARY.format("q") + ROTARY.format("k"),
@@ -51,12 +58,15 @@ def _constants() -> dict[str, np.ndarray]:
     packed = draw.standard_normal((WIDTH, 3 * WIDTH)).astype(np.float32)
     one_hot = np.eye(3 * WIDTH, dtype=np.float32)
     held = {name: packed for name in ("packed", "copy1", "copy2")}
+    held |= {name: draw.standard_normal(packed.shape).astype(np.float32) for name in ("other1", "other2")}
     held |= {"batched": np.stack(np.split(packed, 3, 1)), "filters": packed.T[..., None], "turned": packed.T}
     held |= {"stacked": packed.reshape(WIDTH, 3, WIDTH), "gain": np.ones(EACH, np.float32)}
     held |= {f"e{at}": one_hot[:, at * WIDTH : (at + 1) * WIDTH] for at in range(3)}
     held |= {name: draw.uniform(0.2, 0.9, (1, 1, 1, EACH)).astype(np.float32) for name in ("cos", "sin")}
     held |= {f"n{at}": np.array([at]) for at in range(4)} | {f"i{at}": np.array(at) for at in range(3)}
     held |= {"w1": np.array([WIDTH]), "w2": np.array([2 * WIDTH]), "end": np.array([3 * WIDTH])}
+    held |= {"line": np.concatenate([part.ravel() for part in np.split(packed, 3, 1)]), "square": np.array([WIDTH, WIDTH])}
+    held |= {f"l{at}": np.array([at * WIDTH * WIDTH]) for at in (1, 2, 3)}
     held |= {"per_head": np.array([BATCH, LENGTH, HEADS, 3 * EACH]), "five": np.array([BATCH, LENGTH, 3, WIDTH])}
     held |= {"flat": np.array([1, BATCH * LENGTH, WIDTH]), "rows": np.array([BATCH * LENGTH, WIDTH])}
     turn = np.eye(EACH, dtype=np.float32)
@@ -99,6 +109,28 @@ def test_roles_of_a_packed_layer_that_are_exchanged_are_seen_in_every_layout(lay
         result = RoleWeights().check(model, _packed(layout, order))
         moved = {role for role, at, own in zip("qkv", order, range(3), strict=True) if at != own}
         assert {finding.role for finding in result.findings} == moved and "expected columns" in result.message
+
+
+@pytest.mark.parametrize("in_nodes", [False, True], ids=["initializers", "Constant nodes"])
+@pytest.mark.parametrize("cut", CUT_WEIGHTS)
+def test_products_on_parts_of_one_weight_or_of_its_copies_are_fused(cut: str, in_nodes: bool) -> None:
+    text = f"{CUT_WEIGHTS[cut]} a0 = MatMul(x, b0) a1 = MatMul(x, b1) a2 = MatMul(x, b2) "
+    heads = (f"{role}4 = Reshape(a{at}, by_head) {role} = Transpose<perm = [0, 2, 1, 3]>({role}4) " for at, role in enumerate("qkv"))
+    model = _model(f"{text}{''.join(heads)}{BETWEEN['nothing']}{CORE}")
+    if in_nodes:
+        nodes = [helper.make_node("Constant", [], [one.name], value=one) for one in model.graph.initializer]
+        own = [*nodes, *model.graph.node]
+        del model.graph.initializer[:], model.graph.node[:]
+        model.graph.node.extend(own)
+    assert census(model).counts == {"FUSED": 1}, census(model).text()
+    assert SeparateQKV().check(model, model).holding is Holding.VIOLATED
+
+
+def test_weights_of_their_own_are_separate_though_each_is_cut_from_something() -> None:
+    text = "b0 = Slice(packed, n0, w1, n1) b1 = Slice(other1, w1, w2, n1) b2 = Slice(other2, w2, end, n1) "
+    text += "a0 = MatMul(x, b0) a1 = MatMul(x, b1) a2 = MatMul(x, b2) "
+    heads = (f"{role}4 = Reshape(a{at}, by_head) {role} = Transpose<perm = [0, 2, 1, 3]>({role}4) " for at, role in enumerate("qkv"))
+    assert census(_model(f"{text}{''.join(heads)}{BETWEEN['nothing']}{CORE}")).counts == {"SEPARATE": 1}
 
 
 @pytest.mark.parametrize("between", ["rotary", "rotary by a product", "norms"])
