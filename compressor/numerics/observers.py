@@ -343,8 +343,11 @@ def _sum_errors(
 ) -> Tensor:
     """Sum |error / unit|^norm over each group, each value times its weight, [S] or [n, S]: how often it occurred; float64 [n]."""
     total_n = torch.zeros_like(unit_n, dtype=torch.float64)
+    # In 16 bits a quotient is off by a code and more; what is stored are the nearest codes.
+    wide = torch.promote_types(groups_nS.dtype, torch.float32)
+    qparams = qparams._replace(scale=qparams.scale.to(torch.promote_types(qparams.scale.dtype, torch.float32)))
     for start in range(0, groups_nS.shape[-1], CHUNK):
-        piece = groups_nS[:, start : start + CHUNK]
+        piece = groups_nS[:, start : start + CHUNK].to(wide)
         error = fake_quantize(piece, qparams, args).float() - piece.float()
         error = error.div_(unit_n.float().unsqueeze(-1)).abs_().pow_(norm)
         if weights_nS is not None:

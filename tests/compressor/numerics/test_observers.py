@@ -85,6 +85,19 @@ def test_mse_never_loses_to_minmax(cases, data):
     assert (losses[1] <= losses[0] * (1 + 1e-5)).all()
 
 
+@pytest.mark.parametrize("bits", [6, 8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mse_never_loses_to_minmax_in_16_bits_by_the_nearest_codes(dtype, bits):
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    losses = []
+    for observer in ("minmax", "mse"):
+        args = QuantizationArgs(num_bits=bits, group_size=32, observer=observer)
+        qparams = weight_qparams(weight, args)
+        error = fake_quantize(weight.float(), qparams._replace(scale=qparams.scale.float()), args) - weight.float()
+        losses.append(error.double().abs().pow(2.4).unflatten(1, (2, 32)).sum(-1))
+    assert (losses[1] <= losses[0] * (1 + 1e-5)).all()
+
+
 @pytest.mark.parametrize("settings", [{}, {"norm": 2}, {"maxshrink": 0.5, "grid": 40, "norm": 3.0}])
 def test_mse_finds_the_best_of_the_grid(settings):
     """The oracle is written in float64 numpy, one row at a time."""
