@@ -85,7 +85,7 @@ def test_what_is_named_and_what_it_was_told_apart_from_ran_as_often_as_was_asked
         ({3: [PASS, PASS, FAIL]}, (3, 3), "pass in 2 and regression in 1 of 3 runs"),
         ({0: [FAIL, PASS]}, (0, 2), "regression in 1 and pass in 1 of 2 runs"),
     ],
-    ids=["named", "named otherwise", "before it", "bad end", "good end"],
+    ids=["named", "named_otherwise", "before", "bad_end", "good_end"],
 )
 def test_a_cell_that_fails_by_chance_blames_no_commit(
     place: tuple[Path, list[str]], turns: dict[int, list[CellOutcome]], runs: tuple[int, int], told: str
@@ -123,10 +123,11 @@ def test_a_merge_is_told_apart_by_what_was_good_on_each_side(tmp_path: Path) -> 
     merge, repository = git(tmp_path, "rev-parse", "HEAD"), Repository(tmp_path)
     assert repository.told_apart_by(merge, [base, main_line, side]) == [main_line, side]
     assert repository.told_apart_by(merge, [base, main_line, later]) == [main_line, later]  # side was good because later is
+    assert repository.told_apart_by(merge, [later, main_line, side]) == [main_line, side]  # the last one asked is the nearest
     assert repository.told_apart_by(later, [base, side, main_line]) == [side]
     assert repository.told_apart_by(base, [side]) == []
     git(tmp_path, "checkout", "-q", "--orphan", "other")
-    assert repository.told_apart_by(side, [commit(tmp_path, "of no common commit"), base]) == [base]
+    assert repository.told_apart_by(side, [base, commit(tmp_path, "of no common commit")]) == [base]
 
 
 def test_a_cell_in_quarantine_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
