@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -98,12 +98,16 @@ def judged(
     open_records = {name: one for name, one in there.items() if one.outcome in (Outcome.FAIL, Outcome.INCONCLUSIVE)}
     waived = {name: waiver for name, waiver in policy.waivers.items() if waiver.until >= today and name in there}
     missed = {name for name, one in there.items() if one.outcome is Outcome.SKIP and policy.requires(name)}
-    required = [f"{name}: is required, and was skipped: {there[name].summary}" for name in there if name in missed and name not in waived]
+    required = [f"{name}: is required, and was skipped: {there[name].summary}{_not_by(waived, name)}" for name in there if name in missed]
     required += [f"{pattern}: is required, and is no check" for pattern in policy.required if not any(_fits(pattern, one) for one in there)]
-    counted = {name: waiver for name, waiver in waived.items() if name in open_records or name in missed}
+    counted = {name: waiver for name, waiver in waived.items() if name in open_records}
     num_required = sum(policy.requires(name) for name in there)
     own = [REQUIRED.found(required, f"{num_required} of {len(there)} checks are required"), _waivers_record(policy, today, there, counted)]
     return ReleaseReport((*records, *own), policy, counted, provenance, run)
+
+
+def _not_by(waived: Container[str], name: str) -> str:
+    return "; a waiver lets it fail, and not be left out: have it run, or do not require it" if name in waived else ""
 
 
 def _fits(pattern: str, name: str) -> bool:
@@ -118,6 +122,6 @@ def _waivers_record(policy: ReleasePolicy, today: date, there: Mapping[str, Chec
         elif waiver.until < today:
             findings.append(f"{name}: ended on {waiver.until} ({waiver.reason}); repair it, or decide again")
         elif name not in counted:
-            idle.append(f"{name} passes without it")
+            idle.append(f"{name} {'was skipped, which none covers' if there[name].outcome is Outcome.SKIP else 'passes without it'}")
     told = "; ".join([f"{len(counted)} in use", *idle]) if policy.waivers else "there are none"
     return WAIVERS.found(findings, told, noun="waiver")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +38,8 @@ class BlameSettings(Settings):
     bad: Annotated[Text | None, Option(metavar="REV")] = None
     """A commit that is worse (default: of the nights from the change on)."""
     rounds: Annotated[Whole, Option(metavar="N", read=positive)] = 8
-    """Runs of a commit at most, each beside one of the good commit, until it is told apart; four are the least for the bad one."""
+    """Runs of a commit at most, each beside one of the good commit, until it is told apart; four are the least for the bad one. Of a
+    cell, runs of each commit that the answer rests on; two are the least."""
     output_dir: Annotated[FilePath | None, Option(metavar="DIR")] = None
     """For readings, logs and checkpoints (default: blame, beside the history); a search that was interrupted goes on from it."""
     as_json: Annotated[Flag, Option("--json")] = False
@@ -53,7 +55,7 @@ def run(settings: BlameSettings) -> Verdict:
         settings: of the verb.
 
     Returns:
-        REGRESSION where one commit was found, PASS where the bad one is as good here, else INCONCLUSIVE.
+        REGRESSION where one commit was found, PASS where the bad one is as good here, else INCONCLUSIVE, as where a cell fails by chance.
     """
     from compressor.progress import progress_of
 
@@ -81,6 +83,7 @@ def blame(settings: BlameSettings, progress: Progress) -> BlameReport:
     from harness.nightly.blame.search import Search, find_ends, with_layers
     from harness.nightly.config import read_config
     from harness.nightly.history import History
+    from harness.nightly.judging.flaky import find_flaky
 
     if (settings.config is None) == (settings.command is None):
         given = "both were given" if settings.config is not None else "neither was given"
@@ -103,6 +106,8 @@ def blame(settings: BlameSettings, progress: Progress) -> BlameReport:
     except KeyboardInterrupt as stop:
         stop.add_note(f"what was measured lies in {folder}, and the same command goes on from it")
         raise
+    if measure.is_outcome and path.exists() and (evidence := find_flaky(History(path).cells()).get(settings.metric)):
+        report = replace(report, quarantine=str(evidence))
     return with_layers(report, measure, progress) if isinstance(measure, CellMeasure) else report
 
 
@@ -116,5 +121,9 @@ COMMAND = Command(
     "find the commit that made a metric worse, and the layer that it changed",
     BlameSettings,
     run,
-    exit_codes("the bad commit is as good here", "a commit was found", "commits could not be told apart, or the change not from noise"),
+    exit_codes(
+        "the bad commit is as good here",
+        "a commit was found",
+        "commits could not be told apart, or the change not from noise; or a cell fails by chance",
+    ),
 )

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from harness.errors import HarnessError
 
 Mark = Literal["good", "bad", "skip"]
 _SUBMODULE = "160000 "  # mode of its entry in a tree of git
+_NO_COMMON = 1  # exit code of git merge-base where two commits have no common one
 _ONLY_SKIPPED = 2  # exit code of git bisect where no other commit is left
 
 
@@ -81,6 +82,24 @@ class Repository:
     def num_between(self, good: str, bad: str) -> int:
         """Count the commits that may be the first bad one."""
         return int(_git(self.top, "rev-list", "--count", f"{good}..{bad}"))
+
+    def told_apart_by(self, revision: str, good: Sequence[str]) -> list[str]:
+        """Say which commits make one the first bad one: for each of its parents the last one that is, or that has, this parent.
+
+        Args:
+            revision: the first bad one.
+            good: revisions that were seen to be good, in the order in which git asked.
+
+        Returns:
+            Those of them.
+        """
+        parents = _git(self.top, "rev-list", "--parents", "-n1", revision).split()[1:]
+        last = (next((one for one in reversed(good) if self._has(one, parent)), None) for parent in parents)
+        return list(dict.fromkeys(one for one in last if one is not None))
+
+    def _has(self, revision: str, ancestor: str) -> bool:
+        """Whether a commit is another one, or comes after it."""
+        return _git(self.top, "merge-base", ancestor, revision, allowed=(_NO_COMMON,)) == ancestor
 
     @contextmanager
     def tree(self, revision: str, folder: Path, *, with_files: bool = True) -> Iterator[Path]:

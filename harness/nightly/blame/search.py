@@ -21,6 +21,7 @@ from harness.errors import HarnessError
 from harness.nightly.blame.answer import BlameReport, Step
 from harness.nightly.blame.deciding import LEAST_ROUNDS, decide, effect_of, is_reproduced
 from harness.nightly.blame.measuring import CellMeasure, Measure, Reading
+from harness.nightly.blame.outcomes import Outcomes
 from harness.nightly.blame.repository import Bisection, Commit, Repository
 from harness.nightly.cells import CellOutcome
 from harness.nightly.history import History
@@ -43,12 +44,13 @@ class Search:
             folder: for working trees.
             good: a commit that is as it should be.
             bad: one that is worse.
-            max_rounds: runs of one commit, each beside one of the good commit, after which it counts as one that cannot be told.
+            max_rounds: runs of one commit, each beside one of the good commit, after which it counts as one that cannot be told; of a
+                cell, runs of each commit that the answer rests on.
         """
         self._measure, self._repository, self._folder, self._max_rounds = measure, repository, folder, max_rounds
         self._good, self._bad = good, bad
         self._rounds: dict[str, list[float]] = {}
-        self._outcome = CellOutcome.REGRESSION  # of the bad commit
+        self._outcomes = Outcomes(measure, repository, folder, good, bad, max_runs=max_rounds) if measure.is_outcome else None
 
     def run(self, progress: Progress | None = None) -> BlameReport:
         """Search.
@@ -65,19 +67,43 @@ class Search:
         between = self._repository.num_between(self._good.revision, self._bad.revision)
         with ExitStack() as stack, (progress or SilentProgress()).task("commits", 2 + math.ceil(math.log2(max(1, between)))) as bar:
             stack.enter_context(_alone(self._folder))
-            with self._trees(self._bad):
-                steps = [self._look_at_good(bar), self._look(self._bad, bar, is_end=True)]
+            steps = self._ends(bar) if self._outcomes is None else self._ends_by_outcome(self._outcomes, bar)
             if steps[-1].mark != "bad":
                 return BlameReport(self._measure.metric, tuple(steps), ())
             empty = stack.enter_context(self._repository.tree(self._bad.revision, self._folder / "bisect", with_files=False))
             search = Bisection(empty, self._good.revision, self._bad.revision)
             while not search.first_bad:
                 commit = self._repository.commit(search.revision, "git bisect")
-                with self._trees(commit):
-                    steps.append(self._look(commit, bar))
+                steps.append(self._look(commit, bar))
                 search.mark(steps[-1].mark)
             found = tuple(self._repository.commit(revision, "git bisect") for revision in search.first_bad)
+            if self._outcomes is not None and len(found) == 1:
+                bar.advance(0, note=f"{found[0].revision[:12]}: runs again")
+                found, steps = self._outcomes.confirmed(found[0], steps)
             return BlameReport(self._measure.metric, tuple(steps), found)
+
+    def _ends(self, bar: Task) -> list[Step]:
+        with self._trees(self._bad):
+            reading = self._measure.run(self._good.revision, self._good_tree, _name(self._bad, 1))
+            if reading.measurement is None:
+                raise self._no_good_end(reading.outcome, reading.note)
+            bar.advance(note=f"{self._good.revision[:12]}: {reading.note}")
+            bad = self._judge_number(self._bad, is_end=True)
+        if bad.mark == "skip":
+            raise HarnessError(f"{self._bad.revision[:12]}: the bad commit cannot be held against the good one: {bad.note}; name another")
+        bar.advance(note=f"{self._bad.revision[:12]}: {bad.mark}")
+        return [Step(self._good, "good", None, reading.note), bad]
+
+    def _ends_by_outcome(self, outcomes: Outcomes, bar: Task) -> list[Step]:
+        """The good commit, and the bad one where the cell passes at the good one every time."""
+        good = outcomes.look(self._good)
+        if good.outcomes[0] is not CellOutcome.PASS and not good.is_mixed:
+            raise self._no_good_end(good.outcomes[0], good.note)
+        bar.advance(note=f"{self._good.revision[:12]}: {good.note}")
+        return [good, self._look(self._bad, bar)] if not good.is_mixed else [good]
+
+    def _no_good_end(self, outcome: CellOutcome, note: str) -> HarnessError:
+        return HarnessError(f"{self._good.revision[:12]}: the good commit gives {outcome} here: {note}; mend that, or name another")
 
     @contextmanager
     def _trees(self, commit: Commit) -> Iterator[None]:
@@ -86,33 +112,16 @@ class Search:
         with self._repository.tree(*own) as self._tree, self._repository.tree(*good) as self._good_tree:
             yield
 
-    def _look_at_good(self, bar: Task) -> Step:
-        reading = self._measure.run(self._good.revision, self._good_tree, _name(self._bad, 1))
-        is_good = reading.outcome is CellOutcome.PASS if self._measure.is_outcome else reading.measurement is not None
-        if not is_good:
-            raise HarnessError(
-                f"{self._good.revision[:12]}: the good commit gives {reading.outcome} here: {reading.note}; mend that, or name another"
-            )
-        bar.advance(note=f"{self._good.revision[:12]}: {reading.note}")
-        return Step(self._good, "good", None, reading.note)
-
-    def _look(self, commit: Commit, bar: Task, *, is_end: bool = False) -> Step:
-        judge = self._judge_outcome if self._measure.is_outcome else self._judge_number
-        step = judge(commit, is_end)
-        if is_end and step.mark == "skip":
-            raise HarnessError(f"{commit.revision[:12]}: the bad commit cannot be held against the good one: {step.note}; name another")
+    def _look(self, commit: Commit, bar: Task) -> Step:
+        if self._outcomes is not None:
+            step = self._outcomes.look(commit)
+        else:
+            with self._trees(commit):
+                step = self._judge_number(commit)
         bar.advance(note=f"{commit.revision[:12]}: {step.mark}")
         return step
 
-    def _judge_outcome(self, commit: Commit, is_end: bool) -> Step:
-        """A commit whose cell ends as that of the bad one did is bad; one that ends in a third way tells nothing."""
-        reading = self._measure.run(commit.revision, self._tree, "1")
-        if is_end and reading.outcome is not CellOutcome.PASS:
-            self._outcome = reading.outcome
-        marks = {CellOutcome.PASS: "good", self._outcome: "bad"}
-        return Step(commit, marks.get(reading.outcome, "skip"), None, reading.note)  # type: ignore[arg-type]
-
-    def _judge_number(self, commit: Commit, is_end: bool) -> Step:
+    def _judge_number(self, commit: Commit, *, is_end: bool = False) -> Step:
         """Run rounds until they tell; the bad commit's own also say how much rounds differ."""
         differences = self._rounds.setdefault(commit.revision, [])
         better: Better = "lower"

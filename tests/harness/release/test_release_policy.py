@@ -49,9 +49,12 @@ def test_a_waiver_counts_to_its_last_day_and_then_fails_by_name() -> None:
     assert found(ended, "policy.waivers").findings == ("files.b: ended on 2026-11-24 (known); repair it, or decide again",)
 
 
-def test_a_skip_that_is_required_can_be_waived() -> None:
+def test_no_waiver_covers_a_required_check_that_was_skipped() -> None:
     one = report(required=("device.c",), without=("files.b", "weights.d"), device_c=TODAY)
-    assert one.verdict is Verdict.PASS and list(one.waived) == ["device.c"]
+    assert one.verdict is Verdict.REGRESSION and not one.waived
+    told = "device.c: is required, and was skipped: skip; a waiver lets it fail, and not be left out: have it run, or do not require it"
+    assert found(one, "policy.required").findings == (told,)
+    assert found(one, "policy.waivers").summary == "0 in use; device.c was skipped, which none covers"
 
 
 def test_a_waiver_that_nothing_needs_is_told_and_one_of_no_check_is_a_mistake() -> None:
