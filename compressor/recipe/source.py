@@ -70,6 +70,8 @@ def read_document(source: str | Path | Mapping[str, Any] | Sequence[Any]) -> Doc
         return _read_file(source)
     if not isinstance(source, str):
         return Document(source)
+    if not source.strip():
+        raise RecipeError("recipe: an empty text was given; give the path of a file, or the text of a recipe")
     if _exists(source):
         return _read_file(Path(source))
     if "\n" not in source and source.lower().endswith(RECIPE_SUFFIXES):

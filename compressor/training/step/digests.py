@@ -32,7 +32,8 @@ def content_digest(tensor: Tensor) -> str:
     Returns:
         16 hexadecimal digits.
     """
-    return hashlib.blake2b(raw_bytes(tensor).cpu().numpy().tobytes(), digest_size=8).hexdigest()
+    copied = raw_bytes(tensor).to("cpu", copy=True)  # memory that numpy has seen can never be resized again
+    return hashlib.blake2b(copied.numpy().data, digest_size=8).hexdigest()
 
 
 def rng_digest() -> bytes:

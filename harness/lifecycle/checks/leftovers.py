@@ -317,7 +317,7 @@ def already_quantized(subject: Subject) -> str:
             raise Violation("unchanged", f"a quantized model is refused, and changed: {left[0]}", causes(left)) from None
         return "refused at initialize"
     raise Violation(
-        "accepted", "a model that it has quantized before is accepted again; refuse it in on_initialize, or declare 'idempotent'"
+        "accepted", "a model whose modules it has replaced before is accepted again; refuse it in on_initialize, or declare 'idempotent'"
     )
 
 

@@ -34,7 +34,7 @@ class TinyBlock(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """A language model of two blocks, with all that modifiers usually reach for: `config`, `layers`, `embed_tokens`, `lm_head`."""
+    """A language model of two blocks, with all that modifiers usually reach for: `config`, `layers`, `embed_tokens`, `lm_head`, buffers."""
 
     def __init__(self, width: int = WIDTH) -> None:
         """Make a model with fixed weights."""
@@ -46,6 +46,8 @@ class TinyModel(nn.Module):
         self.layers = nn.ModuleList(TinyBlock(width) for _ in range(2))
         self.norm = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.register_buffer("embed_scale", torch.ones(1))
+        self.register_buffer("logit_scale", torch.ones(1), persistent=False)
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -57,10 +59,10 @@ class TinyModel(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the logits."""
-        hidden = self.embed_tokens(input_ids)
+        hidden = self.embed_tokens(input_ids) * self.embed_scale
         for layer in self.layers:
             hidden = layer(hidden, attention_mask=attention_mask)
-        logits: Tensor = self.lm_head(self.norm(hidden))
+        logits: Tensor = self.lm_head(self.norm(hidden)) * self.logit_scale
         return logits
 
 

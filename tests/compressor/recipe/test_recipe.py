@@ -455,6 +455,8 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "stages without modifiers": ("a_stage: {run_type: oneshot}", "recipe: it holds no modifier"),
     "empty list in a group": ("a_stage:\n  b_modifiers: []", "recipe: it holds no modifier"),
     "a number": ("3\n", "recipe: 3 is no recipe"),
+    "nothing": (" \n", "recipe: an empty text was given; give the path of a file"),
+    "no name": ("", "recipe: an empty text was given; give the path of a file"),
     "text": ("just words\nand more\n", "recipe: 'just words and more' is neither an existing file nor the text of a recipe"),
     "minutes": (
         HEAD + "    ToyModifier: {extras: 1:30}",
@@ -465,7 +467,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
         "recipe:4: YAML reads 012 as another",
     ),
     "broken yaml": ("a_stage:\n  b_modifiers: [\n", "recipe:3: this is not safe YAML"),
-    "impossible date": ("ToyModifier: {scheme: 2024-13-45}", r"recipe:1: this is not safe YAML \('2024-13-45': month must be in 1"),
+    "impossible date": ("ToyModifier: {scheme: 2024-13-45}", "recipe:1: this is not safe YAML ('2024-13-45': month must be in 1"),
     "unreadable character": ("ToyModifier: {scheme: '\x00'}", "recipe: this is not safe YAML"),
     "unhashable key": ("? [a]\n: b", "recipe:1: this is not safe YAML"),
     "two documents": ("ToyModifier: {}\n---\nToyModifier: {}\n", "recipe:2: this is not safe YAML"),

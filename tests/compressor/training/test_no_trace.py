@@ -85,6 +85,16 @@ def test_an_evaluation_leaves_no_trace(batches: Any, mode: Any) -> None:
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("mode", ["eager", "replay"])
+def test_memory_that_a_loss_uses_can_still_be_resized(mode: Any) -> None:
+    held, model = torch.ones(2), nn.Linear(8, 4)
+    step = TrainStep(model, lambda module, batch: module(batch["x"]).square().mean() * held.sum(), adamw(model.parameters(), lr=1e-2))
+    trainer = Trainer(step, mode)
+    for _ in range(4):
+        trainer.train_step({"x": torch.ones(2, 8)})
+    assert held.untyped_storage().resizable()
+
+
 def test_weights_that_are_no_shares_are_refused(batches: Any) -> None:
     trainer = made("eager", nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).eval())
     for weights in ([0, 0], [1, -1], [float("nan"), 1], [3, -1], [float("inf"), 1]):

@@ -240,6 +240,11 @@ class QuantizesAgain(Willing):
         state.replace_module("lm_head", nn.Linear(8, 32, bias=False))
 
 
+class ChangesABuffer(Willing):
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        state.model.get_buffer("logit_scale").mul_(1.5)
+
+
 class CannotBringBack(Willing):
     def on_calibration_start(self, state: State, event: Event) -> None:
         with torch.no_grad():
@@ -331,6 +336,7 @@ WRONG = {
     LeavesAThread: "surroundings",
     LearnsAcrossRuns: "repeatable",
     QuantizesAgain: "already_quantized",
+    ChangesABuffer: "claims",
     CannotBringBack: "rolls_back",
     ReplacesBehindTheStatesBack: "rolls_back",
     AcceptsEverything: "recipe",
