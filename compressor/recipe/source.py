@@ -70,9 +70,7 @@ def read_document(source: str | Path | Mapping[str, Any] | Sequence[Any]) -> Doc
         return _read_file(source)
     if not isinstance(source, str):
         return Document(source)
-    if not source.strip():
-        raise RecipeError("recipe: an empty text was given; give the path of a file, or the text of a recipe")
-    if _exists(source):
+    if source and _exists(source):  # of no text the path is the folder here
         return _read_file(Path(source))
     if "\n" not in source and source.lower().endswith(RECIPE_SUFFIXES):
         raise RecipeError(f"{source}: there is no such recipe file; {_similar_files(Path(source))}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from compressor.settings.kinds import LIST
 from compressor.settings.options import checked
 from harness.checks.catalogue.registry import find_checks
 from harness.checks.run import USABLE, UnusableSubjectError, adapt, check, label_of, labels
-from harness.reporting.expected import known_failures
+from harness.reporting.expected import Expected, known_failures, reasons_for
 from harness.reporting.verdict import Outcome
 
 
@@ -61,12 +61,13 @@ class _Unusable:
 
 
 @checked(subjects=LIST)
-def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures: Mapping[str, str] | None = None) -> Any:
+def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures: Expected = None) -> Any:
     """Return a pytest decorator that makes a test per subject and check of its kind.
 
     Args:
         subjects: as for `harness.check`.
-        expected_failures: reason by name or number of a check that fails today, for all subjects; strict.
+        expected_failures: reason by name or number of a check that fails today, for all subjects, or a function that returns it for one;
+            strict.
 
     Returns:
         The decorator; the test takes `subject` and `check`, and calls `check(subject)`.
@@ -90,8 +91,9 @@ def parametrize_with_catalogue(subjects: Sequence[object], *, expected_failures:
         except UnusableSubjectError as error:
             parameters.append(pytest.param(given, _Unusable(str(error)), id=f"{label_of(given)}-{USABLE.name}"))
             continue
-        find_checks(expected_failures or (), kind)
-        reasons = known_failures(expected_failures or {}, find_checks(None, kind))
+        expected = reasons_for(expected_failures, given)
+        find_checks(expected, kind)
+        reasons = known_failures(expected, find_checks(None, kind))
         for one in find_checks(None, kind):
             failing = pytest.mark.xfail(reason=reasons.get(one.name, ""), strict=True, raises=CatalogueCheckFailedError)
             marks = [failing] if one.name in reasons else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from compressor.spelling import suggest
 from harness.checks.catalogue.kinds import KINDS
 from harness.checks.catalogue.registry import TAGS, CheckContext, described, find_checks
 from harness.profiles import PROFILES, active_profile
-from harness.reporting.expected import expect, known_failures
+from harness.reporting.expected import Expected, expect, known_failures, reasons_for
 from harness.reporting.record import Claim
 from harness.reporting.subject_report import SubjectReport
 from harness.reporting.verdict import Outcome
@@ -139,7 +139,7 @@ def check(
     subject: object,
     *,
     checks: Iterable[str | int] | None = None,
-    expected_failures: Mapping[str, str] | None = None,
+    expected_failures: Expected = None,
     profile: str | None = None,
     draws: bool = True,
     seed: int = 0,
@@ -176,8 +176,9 @@ def check(
     except UnusableSubjectError as error:
         return CheckReport(label_of(subject), context.profile.name, (USABLE.record(Outcome.FAIL, str(error), findings=[str(error)]),))
     chosen = find_checks(checks, kind)
-    find_checks(expected_failures or (), kind)
-    reasons = known_failures(expected_failures or {}, chosen)
+    expected = reasons_for(expected_failures, subject)
+    find_checks(expected, kind)
+    reasons = known_failures(expected, chosen)
     records = tuple(expect(one.run(adapted, context), reasons) for one in chosen)
     return CheckReport(name, context.profile.name, records, kind, tags)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from harness.lifecycle.driving.time_limit import TIME_LIMIT
 from harness.lifecycle.report import USABLE
 from harness.lifecycle.subject import Batch
 from harness.lifecycle.verify import chosen_checks, label_of, verify
-from harness.reporting.expected import known_failures
+from harness.reporting.expected import Expected, known_failures, reasons_for
 from harness.reporting.verdict import Outcome
 
 
@@ -31,7 +31,7 @@ def parametrize_with_checks(
     inputs: Sequence[Batch] | None = None,
     tags: Iterable[str] = (),
     refusals: Iterable[type[Exception]] = (),
-    expected_failures: Mapping[str, str] | Callable[[object], Mapping[str, str]] | None = None,
+    expected_failures: Expected = None,
     time_limit: float = TIME_LIMIT,
 ) -> Any:
     """Return a pytest decorator that makes a test per modifier and check.
@@ -62,7 +62,7 @@ def parametrize_with_checks(
 
     parameters = []
     for number, modifier in enumerate(modifiers):
-        reasons = expected_failures(modifier) if callable(expected_failures) else expected_failures or {}
+        reasons = reasons_for(expected_failures, modifier)
         chosen_checks(reasons)
         named = known_failures({key: why for key, why in reasons.items() if key != USABLE}, CHECKS.values())
         reasons = {**reasons, **named}

@@ -7,7 +7,7 @@ out by contract tags (see TAGS in `template.py`); a check that fails today is li
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from harness.lifecycle.report import USABLE, VerifyReport
 from harness.lifecycle.subject import Batch, Subject, call
 from harness.lifecycle.template import UnusableError, make_template, read_tags
 from harness.profiles import PROFILES, active_profile
-from harness.reporting.expected import expect, known_failures
+from harness.reporting.expected import Expected, expect, known_failures, reasons_for
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 
@@ -42,7 +42,7 @@ def verify(
     inputs: Sequence[Batch] | None = None,
     tags: Iterable[str] = (),
     refusals: Iterable[type[Exception]] = (),
-    expected_failures: Mapping[str, str] | None = None,
+    expected_failures: Expected = None,
     checks: Collection[str | int] | None = None,
     profile: str | None = None,
     time_limit: float = TIME_LIMIT,
@@ -77,8 +77,9 @@ def verify(
         'pass'
     """
     chosen = chosen_checks(checks)
-    chosen_checks(expected_failures or ())
-    reasons = known_failures(expected_failures or {}, chosen)
+    expected = reasons_for(expected_failures, modifier)
+    chosen_checks(expected)
+    reasons = known_failures(expected, chosen)
     if profile is not None and profile not in PROFILES:
         raise UserInputError(f"verify: profile={profile!r} does not exist; {suggest(profile, PROFILES)}")
     if model is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from compressor.errors import UserInputError
 from harness.reporting.record import CheckRecord
@@ -21,6 +21,30 @@ class Listed(Protocol):
     @property
     def number(self) -> int | None:
         """In the catalogue."""
+
+
+Expected = Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None
+"""Reasons by name or number of a check, or a function that returns them for a subject."""
+
+
+def reasons_for(expected: Expected, subject: object) -> Mapping[str, str]:
+    """Find out what is expected to fail for one subject.
+
+    Args:
+        expected: reasons by name or number, for all subjects; a function that returns them for one; None for none.
+        subject: given to the function.
+
+    Returns:
+        The reasons.
+
+    Raises:
+        UserInputError: they are no mapping.
+    """
+    found: object = expected(subject) if callable(expected) else expected or {}
+    if not isinstance(found, Mapping):
+        what = f"expected_failures: a {type(found).__name__} was given, and each check needs its reason"
+        raise UserInputError(f"{what}; give a mapping of its name or number to the reason")
+    return found
 
 
 def known_failures(reasons: Mapping[str, str], chosen: Iterable[Listed]) -> dict[str, str]:

@@ -455,8 +455,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "stages without modifiers": ("a_stage: {run_type: oneshot}", "recipe: it holds no modifier"),
     "empty list in a group": ("a_stage:\n  b_modifiers: []", "recipe: it holds no modifier"),
     "a number": ("3\n", "recipe: 3 is no recipe"),
-    "nothing": (" \n", "recipe: an empty text was given; give the path of a file"),
-    "no name": ("", "recipe: an empty text was given; give the path of a file"),
+    "no name": ("", "recipe: an empty entry is no recipe"),
     "text": ("just words\nand more\n", "recipe: 'just words and more' is neither an existing file nor the text of a recipe"),
     "minutes": (
         HEAD + "    ToyModifier: {extras: 1:30}",

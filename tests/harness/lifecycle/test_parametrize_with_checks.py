@@ -9,7 +9,7 @@ import pytest
 
 from compressor.errors import UserInputError
 from compressor.numerics import QuantizationArgs
-from harness import parametrize_with_catalogue, parametrize_with_checks
+from harness import check, parametrize_with_catalogue, parametrize_with_checks, verify
 from harness.checks.catalogue.registry import find_checks
 from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.driving.probes import CalibratingWorker, TinyModel, TrainingWorker, tiny_batches
@@ -99,6 +99,20 @@ def test_an_expected_failure_has_a_reason(reason: Any) -> None:
         name = next(one.name for one in (*CHECKS.values(), *find_checks(None)) if one.number == check)
         with pytest.raises(UserInputError, match="by its name and by its number"):
             make([subject], expected_failures={str(check): "one", name: "another"})
+
+
+def test_reasons_come_by_subject_and_are_a_mapping() -> None:
+    given = (QuantizationArgs(num_bits=4), QuantizationArgs())
+    made = parametrize_with_catalogue(given, expected_failures=lambda one: {"5": "known"} if one.num_bits == 4 else {}).args[1]
+    assert [parameter.values[0].args.num_bits for parameter in made if parameter.marks] == [4]
+    for call in (
+        lambda: parametrize_with_catalogue(given, expected_failures=["5"]),
+        lambda: parametrize_with_checks([CalibratingWorker()], expected_failures={"47"}),
+        lambda: check(QuantizationArgs(), checks=[5], draws=False, expected_failures=lambda one: ["5"]),
+        lambda: verify(CalibratingWorker(), checks=[47], expected_failures=["47"]),
+    ):
+        with pytest.raises(UserInputError, match=r"expected_failures: a (list|set) was given.*; give a mapping"):
+            call()
 
 
 @pytest.mark.parametrize(("mark", "number"), [
