@@ -93,12 +93,12 @@ def test_subjects_come_in_a_list(make: Any, given: Any) -> None:
 
 @pytest.mark.parametrize("reason", ["", "  ", None])
 def test_an_expected_failure_has_a_reason(reason: Any) -> None:
-    for make, subject, check in ((parametrize_with_checks, CalibratingWorker(), 47), (parametrize_with_catalogue, QuantizationArgs(), 5)):
-        with pytest.raises(UserInputError, match=f"expected failure '{check}': has no reason; say why it fails today"):
-            make([subject], expected_failures={str(check): reason})
-        name = next(one.name for one in (*CHECKS.values(), *find_checks(None)) if one.number == check)
+    for make, subject, number in ((parametrize_with_checks, CalibratingWorker(), 47), (parametrize_with_catalogue, QuantizationArgs(), 5)):
+        with pytest.raises(UserInputError, match=f"expected failure '{number}': has no reason; say why it fails today"):
+            make([subject], expected_failures={str(number): reason})
+        name = next(one.name for one in (*CHECKS.values(), *find_checks(None)) if one.number == number)
         with pytest.raises(UserInputError, match="by its name and by its number"):
-            make([subject], expected_failures={str(check): "one", name: "another"})
+            make([subject], expected_failures={str(number): "one", name: "another"})
 
 
 def test_reasons_come_by_subject_and_are_a_mapping() -> None:
