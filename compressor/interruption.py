@@ -26,11 +26,23 @@ def interruptible(name: str, load: Callable[[], Callable[[], int]]) -> int:
     with ended_by_sigterm():
         try:
             return load()()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ImportError) as stop:
+            if not _is_interruption(stop):
+                raise
             print(f"{name}: interrupted", file=sys.stderr)
             return EXIT_INTERRUPTED
         finally:
             exec("")  # CPython ends as one that was killed where ctrl-C came in an exec of text, as in dataclasses, until the next one
+
+
+def _is_interruption(error: BaseException) -> bool:
+    """Whether it is one, or comes of one: an extension in C whose import is interrupted says that it could not be imported."""
+    while not isinstance(error, KeyboardInterrupt):
+        came_of = error.__cause__ or error.__context__
+        if came_of is None:
+            return False
+        error = came_of
+    return True
 
 
 @contextmanager

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from compressor.interruption import interruptible
 
 # A signal in the midst of the imports, whatever the machine's speed: at the first import of a module, while text is executed.
 STOPPED = """
@@ -40,3 +43,19 @@ def test_an_interruption_while_a_command_is_imported_ends_it_in_one_line(package
         check=False,
     )
     assert (ended.returncode, ended.stderr, ended.stdout) == (130, f"{package}: interrupted\n", "")
+
+
+def test_an_import_that_an_interruption_ends_is_one_and_any_other_stays_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def load(came_of: BaseException) -> Callable[[], int]:
+        try:
+            try:
+                raise came_of
+            except type(came_of) as error:
+                raise ImportError("initialization failed") from error
+        except ImportError:
+            raise ModuleNotFoundError("could not import Trainer")  # noqa: B904 - as transformers says it
+
+    assert interruptible("compressor", lambda: load(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == "compressor: interrupted\n"
+    with pytest.raises(ModuleNotFoundError):
+        interruptible("compressor", lambda: load(OSError()))
