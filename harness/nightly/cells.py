@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -102,6 +102,18 @@ class Cell:
             module = PROGRAMS[words[0]]
             words[:1] = [sys.executable, *(["-m", module] if module else [])]
         return words
+
+
+def parts_of(words: Iterable[str]) -> set[str]:
+    """Return what may be paths in a command.
+
+    Args:
+        words: of it.
+
+    Returns:
+        The words, and what stands behind an equals sign in them.
+    """
+    return {part for word in words for part in (word, word.partition("=")[2])} - {""}
 
 
 def all_cells(config: NightlyConfig) -> list[Cell]:

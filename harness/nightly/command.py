@@ -97,7 +97,7 @@ class AcceptSettings(HistorySettings):
     """The first one of the new level, as judge names it."""
     reason: Annotated[str, Option(metavar="TEXT")]
     """Why it is meant; shown with the metric from now on."""
-    until: Annotated[str, Option(metavar="DATE")] = ""
+    until: Annotated[str | None, Option(metavar="DATE")] = None
     """Last day on which this counts (default: for good)."""
 
 
@@ -250,7 +250,9 @@ def _accept(settings: AcceptSettings) -> Verdict:
     from harness.nightly.judging.judge import judge
 
     history = _history(settings)
-    word = history.accept(_known(history, settings.metric), settings.night, settings.reason, settings.until)
+    if settings.until == "":
+        raise UserInputError("--until: an empty text was given, which is no day; give YYYY-MM-DD, or leave it out to accept for good")
+    word = history.accept(_known(history, settings.metric), settings.night, settings.reason, settings.until or "")
     series, words = history.series(word.metric), history.acceptances(word.metric)
     found = judge(series, words)
     meant = next((one for one in reversed(found.changes) if one.acceptance == word), None)  # it may mean earlier ones, too

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +18,8 @@ from compressor.errors import UserInputError
 from compressor.json_text import from_json, to_json
 from compressor.progress import Progress, SilentProgress
 from harness.errors import HarnessError
-from harness.nightly.cells import Cell, CellOutcome, all_cells
+from harness.nightly.blame.repository import Repository, files_of
+from harness.nightly.cells import Cell, CellOutcome, all_cells, parts_of
 from harness.nightly.config import NightlyConfig
 from harness.nightly.environment import Environment, current_environment
 from harness.nightly.history import History
@@ -44,6 +48,7 @@ class Night:
         judgements: of all metrics that were measured this night.
         flaky: cells in quarantine, which do not fail a night.
         resumed: number of cells that had been done before this run.
+        anew: why cells that had been done ran again; empty where none did.
     """
 
     night: str
@@ -52,6 +57,7 @@ class Night:
     judgements: tuple[Judgement, ...]
     flaky: Mapping[str, Flaky]
     resumed: int
+    anew: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -71,6 +77,7 @@ class Night:
             "revision": self.revision,
             "verdict": self.verdict.value,
             "resumed": self.resumed,
+            "anew": self.anew,
             "cells": [asdict(row) | {"quarantine": str(self.flaky[row.cell]) if row.cell in self.flaky else None} for row in self.rows],
             "metrics": [one.to_dict() for one in self.judgements],
         }
@@ -129,7 +136,7 @@ class Runner:
             (self.config.folder / self.night).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise HarnessError(f"{self.config.folder / self.night}: cannot be made ({reason(error)}); name another folder") from error
-        rows = self._done()
+        rows, anew = self._done()
         resumed = len(rows)
         try:
             with self.progress.task("cells", len(cells)) as bar:
@@ -146,13 +153,54 @@ class Runner:
         series = {name: self.history.series(name) for name in measured}
         judgements = tuple(judge(found, self.history.acceptances(name)) for name, found in series.items() if found[-1].night == self.night)
         last = tuple(rows[cell.name] for cell in cells)
-        return Night(self.night, self.revision, last, judgements, find_flaky(self.history.cells()), resumed)
+        return Night(self.night, self.revision, last, judgements, find_flaky(self.history.cells()), resumed, anew)
 
-    def _done(self) -> dict[str, CellRow]:
-        """The cells of this night, revision and environment that came to an end; one that ended without a verdict is tried again."""
+    def _done(self) -> tuple[dict[str, CellRow], str]:
+        """The cells of this night, revision and environment that came to an end and would run as they did; and why others run again.
+
+        One that ended without a verdict is tried again.
+        """
         digests = {environment.digest for environment in self.environments.values()}
         rows = [row for row in self.history.cells(self.night) if row.revision == self.revision and row.environment in digests]
-        return {row.cell: row for row in rows if CellOutcome(row.outcome).is_final}
+        ended = {row.cell: row for row in rows if CellOutcome(row.outcome).is_final}
+        cells, before = {cell.name: cell for cell in self.cells}, self._made_of()
+        done = {name: row for name, row in ended.items() if name not in cells or before.get(name) == self._digest(cells[name])}
+        if not ended or (self._uncommitted is None and len(done) == len(ended)):
+            return done, ""
+        if self._uncommitted is not None:
+            return {}, f"{self._uncommitted} is not as in the commit, or in none"
+        other = next(name for name in ended if name not in done)
+        return done, f"{other} is another command, or looks at other files"
+
+    @functools.cached_property
+    def _uncommitted(self) -> str | None:
+        """A file by which the tree is not that of its commit; None where there is none, or no commit is known."""
+        if not self._is_own_tree or not self.revision:
+            return None
+        history = self.config.history
+        own = [self.config.folder, *(history.with_name(history.name + end) for end in ("", "-journal", "-wal", "-shm"))]
+        return Repository(self.config.root).first_uncommitted(own) or None
+
+    def _made_of(self) -> dict[str, str]:
+        """What the cells of this night were, by name."""
+        path = self._cells_file
+        found: dict[str, str] = from_json(path.read_text("utf-8")) if path.exists() else {}
+        return found
+
+    @property
+    def _cells_file(self) -> Path:
+        return self.config.folder / self.night / "cells.json"
+
+    def _digest(self, cell: Cell) -> str:
+        """Hash what a cell runs, and, where that is the user's own tree, the files that it names and that no commit holds."""
+        values, data, files = self._values(cell), self.config.data, list[tuple[str, int, int]]()
+        words = cell.arguments(values) if cell.command else [*values.values(), *((data.calibration, data.held_out) if data else ())]
+        if self._is_own_tree:
+            repository = Repository(self.config.root) if self.revision else None
+            named = (self.config.root / part for part in parts_of(words))
+            files = files_of(path for path in named if os.access(path, os.R_OK) and not (repository and repository.holds(path)))
+        told = to_json([words, data and data.model_dump(), self.config.repetitions, files]).replace(str(self.config.root), "")
+        return hashlib.sha256(told.encode()).hexdigest()
 
     def _run_cell(self, cell: Cell, rows: Mapping[str, CellRow]) -> CellRow:
         needed = rows.get(cell.needs) if cell.needs else None
@@ -195,13 +243,16 @@ class Runner:
         was = self.revision.removesuffix("-dirty")
         return f"the commit moved from {was[:12] or 'none'} to {now[:12]}, and nothing is filed" if now not in ("", was) else ""
 
-    def _command(self, cell: Cell, stem: Path, result: Path) -> list[str]:
-        values = {
+    def _values(self, cell: Cell) -> dict[str, str]:
+        return {
             "model": self.config.models.get(cell.model or "", ""),
             "recipe": str(self.config.recipes.get(cell.recipe or "", "")),
             "device": cell.device or "",
             "compressed": str(cell.checkpoint(self.config.folder)),
         }
+
+    def _command(self, cell: Cell, stem: Path, result: Path) -> list[str]:
+        values = self._values(cell)
         if cell.command:
             return cell.arguments(values)
         assert self.config.data is not None  # read_config saw to it
@@ -239,6 +290,8 @@ class Runner:
         )
         told = printable(" ".join("; not judged: ".join([summary, *refused]).split()))
         row = CellRow(*place, cell.name, attempt, outcome.value, seconds, memory, told)
+        with whole_file(self._cells_file) as path:  # before the row: one that is kept without what it was made of runs again
+            path.write_text(to_json({**self._made_of(), cell.name: self._digest(cell)}), "utf-8")
         self.history.add_cell(row, measured, environment=environment)
         return row
 

@@ -52,7 +52,9 @@ def show_night(found: Night) -> None:
     unsure = [f"{one.metric}: {one.summary}" for one in few if one.is_long]
     unsure += [f"of {len(few)} of {len(found.judgements)} metrics nothing can be told yet"] if few else []
     resumed = [f"{found.resumed} cells had been done before"] if found.resumed else []
-    _print(table, *worse, *unsure, *resumed, f"{found.night} at {found.revision[:12] or 'an unknown revision'}: {found.verdict.value}")
+    resumed += [f"cells that had been done ran again: {found.anew}"] if found.anew else []
+    commit = found.revision[:12] + ("-dirty" if found.revision.endswith("-dirty") else "")
+    _print(table, *worse, *unsure, *resumed, f"{found.night} at {commit or 'an unknown revision'}: {found.verdict.value}")
 
 
 def show_nights(rows: Sequence[tuple[str, int, int]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Protocol
 
 from compressor.errors import UserInputError
 from compressor.spelling import suggest
-from harness.nightly.blame.repository import Repository
-from harness.nightly.cells import Cell, CellOutcome, all_cells
+from harness.nightly.blame.repository import Repository, files_of
+from harness.nightly.cells import Cell, CellOutcome, all_cells, parts_of
 from harness.nightly.config import Limits, NightlyConfig
 from harness.nightly.history import History
 from harness.nightly.measurement import Measurement
@@ -230,15 +230,8 @@ def outside_of_commits(measured_by: NightlyConfig | str, repository: Repository)
             *((data.calibration, data.held_out) if data else ()),
         ]
         folder, words = measured_by.root, [*named, *(word for command in commands for word in shlex.split(command))]
-    paths = {folder / part for part in _parts(words)}
-    given = sorted(path for path in paths if os.access(path, os.R_OK) and not repository.holds(path))
-    files = [file for path in given for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def _parts(words: Iterable[str]) -> set[str]:
-    """Words, and what stands behind an equals sign in them: what may be paths."""
-    return {part for word in words for part in (word, word.partition("=")[2])} - {""}
+    paths = {folder / part for part in parts_of(words)}
+    return files_of(path for path in paths if os.access(path, os.R_OK) and not repository.holds(path))
 
 
 def lacking(repository: Repository, folder: Path, cwd: Path, words: Sequence[str]) -> str:
@@ -253,7 +246,7 @@ def lacking(repository: Repository, folder: Path, cwd: Path, words: Sequence[str
     Returns:
         Words with a semicolon behind them; empty where it lacks nothing.
     """
-    named = [part for part in sorted(_parts(words)) if not Path(part).is_absolute() and not os.access(cwd / part, os.F_OK)]
+    named = [part for part in sorted(parts_of(words)) if not Path(part).is_absolute() and not os.access(cwd / part, os.F_OK)]
     lacks = [part for part in named if os.access(folder / part, os.R_OK) and not repository.holds(folder / part)]
     return (
         f"the command names {lacks[0]}, which is here and in no commit, and so not where it ran: give its absolute path; " if lacks else ""

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,6 +185,36 @@ class Repository:
         """Return whether a path, or something below it, is tracked: trees have their own."""
         resolved = path.resolve()
         return resolved.is_relative_to(self.top) and bool(_git(self.top, "ls-files", "--", str(resolved.relative_to(self.top))))
+
+    def first_uncommitted(self, besides: Sequence[Path]) -> str:
+        """Name a file that is another one in the working tree than in its commit, or that no commit holds.
+
+        Args:
+            besides: paths that do not count, nor what lies in them; nor do files that git ignores.
+
+        Returns:
+            The first one, relative to the top; empty where there is none.
+
+        Raises:
+            HarnessError: git cannot tell.
+        """
+        asked = (("diff", "--name-only", "-z", "HEAD"), ("ls-files", "--others", "--exclude-standard", "-z"))
+        names = sorted(name for words in asked for name in _git(self.top, *words).split("\0") if name)
+        top, left_out = self.top.resolve(), [path.resolve() for path in besides]
+        return next((name for name in names if not any((top / name).is_relative_to(one) for one in left_out)), "")
+
+
+def files_of(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Look at files.
+
+    Args:
+        paths: of files and folders that are there.
+
+    Returns:
+        Path, bytes and time of each, of a folder those right in it.
+    """
+    files = [file for path in sorted(paths) for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 class Bisection:

@@ -333,3 +333,43 @@ def test_a_wrong_config_is_told_with_its_line(tmp_path: Path, message: str) -> N
     with pytest.raises(UserInputError) as raised:
         read_config(path)
     assert message.replace("did you mean 'models'", "") in str(raised.value) and str(path) in str(raised.value)
+
+
+def _committed(folder: Path, **files: str) -> None:
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+    for words in (["init", "-q"], ["add", "-A"], ["-c", "user.name=n", "-c", "user.email=a@b", "commit", "-qm", "one"]):
+        subprocess.run(["git", *words], cwd=folder, check=True)
+
+
+def test_what_has_changed_since_runs_again_in_the_same_night(tmp_path: Path) -> None:
+    """A pass of other code, of another command or with other files is no reading of this one."""
+    passes, fails = "raise SystemExit(0)", "raise SystemExit(1)"
+    tree, beside = tmp_path / "tree", tmp_path / "beside.py"
+    tree.mkdir()
+    beside.write_text(passes)
+    commands = {"cell": "python cell.py", "other": f"python {beside}", "third": python(passes)}
+    write(tree, commands=commands)
+    _committed(tree, cell__py="import helper", helper__py="", __gitignore="__pycache__\n*.log\nignored.py")
+
+    def again() -> tuple[int, list[str], str]:
+        found = Runner(read_config(tree / "nightly.yaml"), "1").run()
+        return found.resumed, [row.outcome for row in found.rows], found.anew
+
+    assert again() == (0, ["pass"] * 3, "")
+    (tree / "ignored.py").write_text(fails)
+    assert again() == (3, ["pass"] * 3, "")
+    (tree / "helper.py").write_text(fails)
+    assert again() == (0, ["regression", "pass", "pass"], "")  # of the tree that is not committed nothing was done
+    (tree / "helper.py").write_text("")
+    beside.write_text(fails)
+    assert again() == (2, ["pass", "regression", "pass"], "other is another command, or looks at other files")
+    (tree / "new.py").touch()
+    assert again() == (0, ["pass", "regression", "pass"], "new.py is not as in the commit, or in none")
+
+
+def test_another_command_runs_again_where_no_commit_is_known(tmp_path: Path) -> None:
+    first = run(tmp_path, commands={"cell": python("pass"), "other": python("pass")})
+    found = run(tmp_path, commands={"cell": python("raise SystemExit(1)"), "other": python("pass")})
+    assert (first.resumed, found.resumed, [row.outcome for row in found.rows]) == (0, 1, ["regression", "pass"])
+    assert found.anew == "cell is another command, or looks at other files"
