@@ -6,11 +6,22 @@ A container is a dict, list, set, deque, bytearray or array.array, a class (it h
 
 from __future__ import annotations
 
+import functools
+import logging
+import sys
 from array import array
 from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable
 from operator import is_
-from types import MemberDescriptorType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from compressor.random_state import GENERATORS
 
 RAW = (bytearray, array)
 CONTAINERS = (dict, list, set, deque, *RAW)
@@ -146,3 +157,113 @@ def _fill_slots(value: object, kept: dict[str, Any]) -> None:
             member.__set__(value, kept[name])
         elif name in now:
             member.__delete__(value)
+
+
+# All that a model holds, found from its modules on.
+
+_MAX_OBJECTS = 100_000  # besides
+_OBJECTS_A_MODULE = 100  # a Linear has about fifteen: experts by the ten thousand are looked at in whole
+_LEAVES = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {  # what holds other objects, and neither changes nor has attributes for them
+    staticmethod: lambda value: (value.__func__,),
+    classmethod: lambda value: (value.__func__,),
+    property: lambda value: (value.fget, value.fset, value.fdel),
+    functools.cached_property: lambda value: (value.func,),
+    functools.partial: lambda value: (value.func, value.args, value.keywords),
+    FunctionType: lambda value: (value.__defaults__, value.__kwdefaults__),
+    MappingProxyType: lambda value: value.values(),
+}
+_SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
+_OPAQUE = (*_SCRIPTED, logging.Logger, MethodType, BuiltinFunctionType, ModuleType, ReferenceType)
+_WITHOUT_ATTRIBUTES = ("builtins", "collections")  # modules of containers that are nothing else
+_OF_NO_MODEL = frozenset(("torch", "numpy", *sys.stdlib_module_names))
+_OF_ALL_MODULES = vars(torch.nn.modules.module)
+GLOBAL_HOOKS = tuple(_OF_ALL_MODULES[name] for name in _OF_ALL_MODULES if name.startswith("_global_") and name.endswith("_hooks"))
+
+
+class Walk:
+    """Finds all that a model holds.
+
+    Attributes:
+        containers: by identity, classes among them.
+        tensors: by identity; the memory of numpy arrays as bytes.
+        generators: by identity.
+    """
+
+    def __init__(self, model: nn.Module, but: Collection[nn.Module] = ()) -> None:
+        """Look at a model.
+
+        Args:
+            model: is only looked at.
+            but: modules whose own attributes do not count.
+        """
+        self.containers: dict[int, Any] = {}
+        self.tensors: dict[int, Tensor] = {}
+        self.generators: dict[int, Any] = {}
+        self._seen: set[int] = {id(vars(module)) for module in but}
+        self._queue: list[Any] = [*GLOBAL_HOOKS, model]
+        self._held: list[Any] = []  # so that no identity is used twice
+        limit = _MAX_OBJECTS + _OBJECTS_A_MODULE * sum(1 for _ in model.modules())
+        while self._queue and len(self._seen) < limit:
+            self._visit(self._queue.pop())
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, type):
+            self._visit_classes(value)
+            return
+        if isinstance(value, _LEAVES) or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors[id(value)] = value
+            self._queue += [vars(value), value._backward_hooks]
+        elif isinstance(value, CONTAINERS):
+            self.containers[id(value)] = value
+            self._queue.extend(value.values() if isinstance(value, dict) else () if isinstance(value, RAW) else value)
+            self._visit_attributes(value)
+        elif isinstance(value, tuple | frozenset):
+            self._queue.extend(value)
+            self._visit_attributes(value)
+        elif isinstance(value, GENERATORS):
+            self.generators[id(value)] = value
+        elif isinstance(value, nn.Module) or not (isinstance(value, _OPAQUE) or type(value).__module__.startswith("torch")):
+            self._visit_object(value)
+
+    def _visit_object(self, value: Any) -> None:
+        self._held.append(value)
+        self._queue.extend(_PARTS[type(value)](value) if type(value) in _PARTS else ())
+        if isinstance(value, np.ndarray):
+            if value.dtype.kind in "biufc" and value.size and value.flags.writeable and value.flags.c_contiguous:
+                shared = torch.from_numpy(value.reshape(-1).view(np.uint8))
+                self.tensors[id(shared)] = shared
+        else:
+            self._visit_attributes(value)
+            if slots_of(value):
+                self.containers[id(value)] = value
+                self._queue.extend(content(value).values())
+
+    def _visit_attributes(self, value: Any) -> None:
+        is_bare = isinstance(value, (*CONTAINERS, tuple, frozenset)) and type(value).__module__ in _WITHOUT_ATTRIBUTES
+        if not is_bare:
+            self._queue.append(attributes_of(value))
+            self._visit_classes(type(value))
+
+    def _visit_classes(self, kind: type) -> None:
+        for cls in kind.__mro__:
+            if id(cls) not in self._seen:
+                self._seen.add(id(cls))
+                if is_of_model(cls):
+                    self.containers[id(cls)] = cls
+                    self._queue.extend(vars(cls).values())
+
+
+def is_of_model(cls: type) -> bool:
+    """Say whether a class belongs to a model, and not to torch, numpy or Python.
+
+    Args:
+        cls: of a module or of what it holds, or above that.
+
+    Returns:
+        True if so.
+    """
+    return str(cls.__module__).partition(".")[0] not in _OF_NO_MODEL

@@ -11,18 +11,13 @@ checksum tells at the end of what was written past torch, which is then an error
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from operator import is_
-from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any, Self
-from weakref import ReferenceType
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,8 +26,8 @@ from compressor.data.layouts import dense_parts, has_memory
 from compressor.errors import TracingError
 from compressor.numerics.checksum import checksum
 from compressor.pages import let_go
-from compressor.random_state import GENERATORS, generator_state, same_state, set_generator_state
-from compressor.tracing.containers import CONTAINERS, RAW, attributes_of, content, fill, holds, slots_of
+from compressor.random_state import generator_state, same_state, set_generator_state
+from compressor.tracing.containers import GLOBAL_HOOKS, Walk, attributes_of, content, fill, holds
 from compressor.tracing.targets.sample_state import OF_EVERY_MODULE, TorchState
 
 # Writes to the tensors of a model, seen before they happen, for models of which no copy is kept: what is about to change is copied.
@@ -79,15 +74,6 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 
 
 COPIED_BYTES = 256 << 20  # models up to this size are copied whole
-_MAX_OBJECTS = 100_000  # besides
-_OBJECTS_A_MODULE = 100  # a Linear has about fifteen: experts by the ten thousand are looked at in whole
-_LEAVES = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size)
-_SCRIPTED = (torch.jit.ScriptModule, torch.jit.ScriptFunction)
-_OPAQUE = (*_SCRIPTED, logging.Logger, MethodType, BuiltinFunctionType, ModuleType, ReferenceType)
-_WITHOUT_ATTRIBUTES = ("builtins", "collections")  # modules of containers that are nothing else
-_OF_NO_MODEL = frozenset(("torch", "numpy", *sys.stdlib_module_names))
-_OF_ALL_MODULES = vars(torch.nn.modules.module)
-_GLOBAL_HOOKS = tuple(_OF_ALL_MODULES[name] for name in _OF_ALL_MODULES if name.startswith("_global_") and name.endswith("_hooks"))
 
 
 @dataclass(frozen=True)
@@ -148,6 +134,12 @@ class KeptTensor:
             self.copies = [span.clone() for span in self.spans]
             let_go(self.spans)  # weights that are mapped from a file: reading them all must not make them all stay
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether memory or bytes are others than they were; of bytes that were not kept nobody knows."""
+        kept = zip(self.spans, self.copies or (), strict=False)
+        return self._form_of(self.tensor) != self._form or not all(torch.equal(span, copy) for span, copy in kept)
+
     def put_back(self) -> bool:
         """Put memory and bytes back. Changes the tensor.
 
@@ -195,7 +187,7 @@ class Footprint:
         self.stirred = Stirred()
         self._model = model
         self._state = TorchState.current(foreign=True)
-        found = _Walk(model)
+        found = Walk(model)
         self._containers = [(one, content(one)) for one in found.containers.values()]
         self._generators = [(one, generator_state(one)) for one in found.generators.values()]
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -302,18 +294,21 @@ class Footprint:
         """Say why few batches prove nothing for others if a forward that has just run has left something on the model.
 
         Args:
-            noted: module and name of the attributes and buffers that it set on modules: these are a sample's own.
+            noted: module and name of the attributes and buffers that it set on modules: if these are the model's, they are a sample's own.
 
         Returns:
-            The reason, with the first place; empty where nothing is left.
+            The reason, with the first place; empty where nothing is left. Parameters are not looked at.
         """
         moved = [(one, kept) for one, kept in self._containers if not holds(one, kept)]
-        if not moved:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            written = next((kept.tensor for kept in self._tensors if not isinstance(kept.tensor, nn.Parameter) and kept.is_changed), None)
+        if not moved and written is None:
             return ""
-        own = {(id(table), name) for module, name in noted for table in (vars(module), module._buffers)}
+        modules = set(self._model.modules())
+        own = {(id(table), name) for module, name in noted if module in modules for table in (vars(module), module._buffers)}
         set_up = {id(vars(module).get(name)) for module in self._model.modules() for name in OF_EVERY_MODULE - {"_buffers"}}
         odd = (one for one, kept in moved if id(one) not in set_up and any((id(one), key) not in own for key in _moved(one, kept)))
-        place = next((place_of(self._model, one) for one in odd), "")
+        place = next((place_of(self._model, one) for one in odd), "") or (written is not None and place_of(self._model, written)) or ""
         return place and f"the forward leaves something in {place}, where another batch may find it"
 
 
@@ -330,7 +325,7 @@ def _moved(container: Any, kept: Any) -> Iterator[Any]:
 
 
 def place_of(model: nn.Module, container: Any) -> str:
-    """Say where in a model a container lies.
+    """Say where in a model a container or tensor lies.
 
     Args:
         model: not modified.
@@ -344,14 +339,17 @@ def place_of(model: nn.Module, container: Any) -> str:
     for name, module in model.named_modules():
         if vars(module) is container or module._buffers is container:
             return name or "the model"
-        for key, value in vars(module).items():
+        for key, value in (*vars(module).items(), *module._buffers.items()):
             if value is container or attributes_of(value) is container:
                 return f"{name}.{key}".lstrip(".")
     return f"a {type(container).__name__} that the model holds"
 
 
 class HeldContainers:
-    """What lies in the containers, objects and classes that a model holds, but for the tables of modules. Later it is held against that."""
+    """What lies in the containers, objects, classes, buffers and arrays that a model holds, but for the tables of modules.
+
+    Later it is held against that. Buffers and arrays are copied.
+    """
 
     def __init__(self, model: nn.Module, watched: Collection[str], known: Collection[int]) -> None:
         """Look at the model.
@@ -359,14 +357,19 @@ class HeldContainers:
         Args:
             model: is only looked at.
             watched: dotted names of modules on which, or below, hooks keep statistics: these are left out.
-            known: identities of containers that are known to change.
+            known: identities of containers and tensors that are known to change.
         """
-        found = _Walk(model, {below for name in watched for below in model.get_submodule(name).modules()})
+        found = Walk(model, {below for name in watched for below in model.get_submodule(name).modules()})
         tables = {
             id(table) for module in model.modules() for table in (vars(module), *(vars(module).get(name) for name in OF_EVERY_MODULE))
         }
-        left_out = tables | set(known) | {id(one) for one in _GLOBAL_HOOKS}
+        left_out = tables | set(known) | {id(one) for one in GLOBAL_HOOKS}
         self._model, self._containers = model, [(one, content(one)) for key, one in found.containers.items() if key not in left_out]
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            held = (one for key, one in found.tensors.items() if key not in left_out and not isinstance(one, nn.Parameter))
+            self._tensors = [KeptTensor(one) for one in held]
+            for kept in self._tensors:
+                kept.copy()
 
     def changed(self) -> str:
         """Say which holds something else now.
@@ -374,7 +377,10 @@ class HeldContainers:
         Returns:
             The first one by its place in the model; empty where there is none.
         """
-        return next((place_of(self._model, one) for one, kept in self._containers if any(True for _ in _moved(one, kept))), "")
+        moved = next((one for one, kept in self._containers if any(True for _ in _moved(one, kept))), None)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            moved = next((kept.tensor for kept in self._tensors if kept.is_changed), None) if moved is None else moved
+        return "" if moved is None else place_of(self._model, moved)
 
 
 def held_tensors(model: nn.Module) -> Collection[Tensor]:
@@ -386,67 +392,7 @@ def held_tensors(model: nn.Module) -> Collection[Tensor]:
     Returns:
         Each tensor once.
     """
-    return _Walk(model).tensors.values()
-
-
-class _Walk:
-    """Finds all that a model holds."""
-
-    def __init__(self, model: nn.Module, but: Collection[nn.Module] = ()) -> None:
-        self.containers: dict[int, Any] = {}
-        self.tensors: dict[int, Tensor] = {}
-        self.generators: dict[int, Any] = {}
-        self._seen: set[int] = {id(vars(module)) for module in but}
-        self._queue: list[Any] = [*_GLOBAL_HOOKS, model]
-        self._held: list[Any] = []  # so that no identity is used twice
-        limit = _MAX_OBJECTS + _OBJECTS_A_MODULE * sum(1 for _ in model.modules())
-        while self._queue and len(self._seen) < limit:
-            self._visit(self._queue.pop())
-
-    def _visit(self, value: Any) -> None:
-        if isinstance(value, _LEAVES) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, Tensor):
-            self.tensors[id(value)] = value
-            self._queue += [vars(value), value._backward_hooks] if vars(value) or value.requires_grad else ()
-        elif isinstance(value, CONTAINERS):
-            self.containers[id(value)] = value
-            self._queue.extend(value.values() if isinstance(value, dict) else () if isinstance(value, RAW) else value)
-            self._visit_attributes(value)
-        elif isinstance(value, tuple | frozenset):
-            self._queue.extend(value)
-            self._visit_attributes(value)
-        elif isinstance(value, GENERATORS):
-            self.generators[id(value)] = value
-        elif isinstance(value, nn.Module) or not (isinstance(value, _OPAQUE) or type(value).__module__.startswith("torch")):
-            self._visit_object(value)
-
-    def _visit_object(self, value: Any) -> None:
-        self._held.append(value)
-        if isinstance(value, np.ndarray):
-            if value.dtype.kind in "biufc" and value.size and value.flags.writeable and value.flags.c_contiguous:
-                shared = torch.from_numpy(value.reshape(-1).view(np.uint8))
-                self.tensors[id(shared)] = shared
-        else:
-            self._visit_attributes(value)
-            if slots_of(value):
-                self.containers[id(value)] = value
-                self._queue.extend(content(value).values())
-
-    def _visit_attributes(self, value: Any) -> None:
-        is_bare = isinstance(value, (*CONTAINERS, tuple, frozenset)) and type(value).__module__ in _WITHOUT_ATTRIBUTES
-        if not is_bare:
-            self._queue.append(attributes_of(value))
-            self._visit_classes(type(value))
-
-    def _visit_classes(self, kind: type) -> None:
-        for cls in kind.__mro__:
-            if id(cls) not in self._seen:
-                self._seen.add(id(cls))
-                if is_of_model(cls):
-                    self.containers[id(cls)] = cls
-                    self._queue.extend(vars(cls).values())
+    return Walk(model).tensors.values()
 
 
 def all_that_may_change(model: nn.Module, watched: Collection[str]) -> Stirred:
@@ -460,23 +406,11 @@ def all_that_may_change(model: nn.Module, watched: Collection[str]) -> Stirred:
     Returns:
         Containers, tensors that are no parameters, and generators.
     """
-    found = _Walk(model, {below for name in watched for below in model.get_submodule(name).modules()})
+    found = Walk(model, {below for name in watched for below in model.get_submodule(name).modules()})
     tables: list[Any] = [module._modules for module in model.modules()]
     modules = {id(table): table for table in tables if isinstance(table, dict)}  # that of TorchScript is none
     tensors = {key: tensor for key, tensor in found.tensors.items() if not isinstance(tensor, nn.Parameter)}
     return Stirred({**found.containers, **modules}, tensors, found.generators)
-
-
-def is_of_model(cls: type) -> bool:
-    """Say whether a class belongs to a model, and not to torch, numpy or Python.
-
-    Args:
-        cls: of a module or of what it holds, or above that.
-
-    Returns:
-        True if so.
-    """
-    return str(cls.__module__).partition(".")[0] not in _OF_NO_MODEL
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:

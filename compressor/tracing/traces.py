@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from compressor.data.collate import Batch
 from compressor.random_state import generator_state, set_generator_state
-from compressor.tracing.containers import RAW, attributes_of, content, fill, holds, in_slots
-from compressor.tracing.footprint import HeldContainers, KeptTensor, Stirred, is_of_model
+from compressor.tracing.containers import RAW, attributes_of, content, fill, holds, in_slots, is_of_model
+from compressor.tracing.footprint import HeldContainers, KeptTensor, Stirred
 from compressor.tracing.graph.nested_values import SETTINGS, Modes, call_name
 from compressor.tracing.graph.nodes import Unrepeatable
 from compressor.tracing.graph.planner import without_traces
@@ -53,7 +53,7 @@ class Traces:
                 where there is no need to.
         """
         self.unproved = ""
-        self._held = None if keeping is None else HeldContainers(model, keeping, stirred.containers)
+        self._held = None if keeping is None else HeldContainers(model, keeping, {*stirred.containers, *stirred.tensors})
         self._model, self._stirred, self._settle = model, stirred, settle
         self._made: dict[tuple[int, Any], tuple[Any, Any]] = {}  # container and key to what was there, and what a forward left
         self._before: list[tuple[Any, Any]] = []

@@ -94,9 +94,10 @@ def verify_programs(
 
 
 def _rounds(cases: Sequence[Case]) -> list[list[Case]]:
-    first, others = list(cases[:1]), cases[1:]
-    number = max(1, -(-len(others) // (_AT_ONCE - 1)))
-    return [first + list(others[start::number]) for start in range(number)]
+    """In the order of the run, so that each meets what those before it have left."""
+    first, others = list(cases[:1]), sorted(cases[1:], key=lambda case: case.sample)
+    size = _AT_ONCE - 1
+    return [first + others[start : start + size] for start in range(0, max(1, len(others)), size)]
 
 
 class _GraphComparison(Comparison):

@@ -394,6 +394,21 @@ def grow(raw: Any) -> None:
     raw.extend(raw[:1])
 
 
+def with_defaults() -> Any:
+    def made(seen: list[int] = [0], *, more: list[int] = [0]) -> tuple[list[int], list[int]]:  # noqa: B006 - what is tested
+        return seen, more
+
+    return made
+
+
+def a_class(name: str = "Held") -> Any:
+    return type(name, (), {"count": 0})
+
+
+def count_up(kind: Any) -> None:
+    kind.count += 1
+
+
 # what a module holds: how it is made, what a forward does to it, and how it looks
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any], Any]]] = {
     "bytearray, written": (lambda: bytearray(3), write_first, bytes),
@@ -412,6 +427,34 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any]
     "tensor": (lambda: torch.zeros(2), write_first, Tensor.tolist),
     "numpy array": (lambda: np.zeros(2), write_first, np.ndarray.tolist),
     "generator": (lambda: random.Random(0), random.Random.random, random.Random.getstate),
+    "function of a staticmethod": (
+        lambda: staticmethod(named_function()),
+        lambda held: add_attribute(held.__func__),
+        lambda held: repr(vars(held.__func__)),
+    ),
+    "function of a property": (
+        lambda: property(named_function()),
+        lambda held: add_attribute(held.fget),
+        lambda held: repr(vars(held.fget)),
+    ),
+    "defaults of a function": (with_defaults, lambda held: [seen.append(1) for seen in held()], lambda held: repr(held())),
+    "keywords of a partial": (
+        lambda: functools.partial(print, end=[0]),
+        lambda held: held.keywords["end"].append(1),
+        lambda held: list(held.keywords["end"]),
+    ),
+    "attribute of a tensor": (
+        lambda: torch.zeros(2),
+        lambda held: setattr(held, "count", getattr(held, "count", 0) + 1),
+        lambda held: getattr(held, "count", 0),
+    ),
+    "mapping proxy": (
+        lambda: types.MappingProxyType({"seen": [0]}),
+        lambda held: held["seen"].append(1),
+        lambda held: list(held["seen"]),
+    ),
+    "class": (a_class, count_up, lambda held: held.count),
+    "class in a list": (lambda: [a_class()], lambda held: count_up(held[0]), lambda held: held[0].count),
     "slots in a list": (lambda: [Slots()], lambda held: held[0].count(), lambda held: held[0].state()),
     "function in slots": (lambda: Wrapping(named_function()), lambda held: add_attribute(held.n), lambda held: repr(vars(held.n))),
 }

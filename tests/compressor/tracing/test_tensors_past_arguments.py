@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -292,6 +293,57 @@ def test_what_a_layer_leaves_in_a_later_batch_is_found_before_by_suspend_and_nam
         named.append(plan.unproved)
         model.kept.mean = None
     assert named == ["", "kept"]
+
+
+class Writing(nn.Module):
+    """Writes to a buffer, an array or a module in a list at its fourth size, before the first layer; later batches find it."""
+
+    def __init__(self, write: Callable[[Any], object], read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.write, self.read = write, read
+        self.register_buffer("seen", torch.zeros(2))
+        self.array, self.beside = np.zeros(2), [nn.Module()]
+        self.beside[0].n = 0.0
+        self.layers = nn.ModuleList(Layer(as_it_is) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = written_at_five(self, x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def written_at_five(model: Writing, x: Tensor) -> Tensor:
+    if len(x) == 5:
+        model.write(model)
+    return x * (1 + model.read(model))
+
+
+WRITES: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any]]] = {
+    "buffer": (lambda model: model.seen.fill_(3.0), lambda model: model.seen[0].clone()),
+    "buffer through numpy": (lambda model: model.seen.numpy().fill(3.0), lambda model: model.seen[0].clone()),
+    "array": (lambda model: model.array.fill(3.0), lambda model: torch.tensor(model.array[0])),
+    "module in a list": (lambda model: setattr(model.beside[0], "n", 3.0), lambda model: torch.tensor(model.beside[0].n)),
+}
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+@pytest.mark.parametrize("place", WRITES)
+def test_what_a_later_batch_writes_is_refused_or_each_sample_has_its_own(place: str, engine: Engine) -> None:
+    """The last of several rounds of a proof is not the end of the run: batches behind it meet what is left."""
+    given, got = [*sizes_in_turn(), *(sizes_in_turn()[:4])], []
+    model = Writing(*WRITES[place]).eval()
+    try:
+        plan = trace(model, given, ["Layer"], engine=engine, max_variants=1)
+        with plan.run(given, keep_outputs=True) as running:
+            for stage in running:
+                stage.propagate()
+            got = running.outputs
+    except TracingError:
+        return
+    with torch.no_grad():
+        assert all(torch.equal(one, Writing(*WRITES[place]).eval()(*batch)) for one, batch in zip(got, given, strict=True))
 
 
 class Installing(Later):
