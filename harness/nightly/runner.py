@@ -193,7 +193,7 @@ class Runner:
 
     def _digest(self, cell: Cell) -> str:
         """Hash what a cell runs, and, where that is the user's own tree, the files that it names and that no commit holds."""
-        values, data, files = self._values(cell), self.config.data, list[tuple[str, int, int]]()
+        values, data, files = self._values(cell), self.config.data, list[tuple[str, int, str]]()
         words = cell.arguments(values) if cell.command else [*values.values(), *((data.calibration, data.held_out) if data else ())]
         if self._is_own_tree:
             repository = Repository(self.config.root) if self.revision else None

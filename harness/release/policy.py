@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import date
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,6 +33,14 @@ class Waiver(SettingsPart):
     """Why; shown on the page."""
     until: date
     """The last day on which it counts."""
+
+    @field_validator("until", mode="before")
+    @classmethod
+    def _is_a_day(cls, until: object) -> object:
+        """Pydantic takes a number for seconds since 1970, and midnights for days."""
+        if type(until) is date or (isinstance(until, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", until)):
+            return until
+        raise ValueError("write a day as YYYY-MM-DD")
 
 
 class GenerationLimits(SettingsPart):

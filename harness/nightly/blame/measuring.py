@@ -207,7 +207,7 @@ def _words(command: str) -> list[str]:
     return shlex.split(command)
 
 
-def outside_of_commits(measured_by: NightlyConfig | str, repository: Repository) -> list[tuple[str, int, int]]:
+def outside_of_commits(measured_by: NightlyConfig | str, repository: Repository) -> list[tuple[str, int, str]]:
     """Look at the files that a matrix or a command names and no commit holds: readings from before one changed are of another measure.
 
     Args:
@@ -215,7 +215,7 @@ def outside_of_commits(measured_by: NightlyConfig | str, repository: Repository)
         repository: of the commits.
 
     Returns:
-        Path, bytes and time of each, of a folder those right in it.
+        As `files_of`.
 
     Raises:
         UserInputError: a command that cannot be one; see `CommandMeasure`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +18,7 @@ from compressor.errors import UserInputError
 from harness.errors import HarnessError
 
 Mark = Literal["good", "bad", "skip"]
+_MAX_FILES, _HASHED_BYTES = 10_000, 1 << 20
 _SUBMODULE = "160000 "  # mode of its entry in a tree of git
 _NO_COMMON = 1  # exit code of git merge-base where two commits have no common one
 _ONLY_SKIPPED = 2  # exit code of git bisect where no other commit is left
@@ -204,17 +207,34 @@ class Repository:
         return next((name for name in names if not any((top / name).is_relative_to(one) for one in left_out)), "")
 
 
-def files_of(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Look at files.
+def files_of(paths: Iterable[Path]) -> list[tuple[str, int, str]]:
+    """Look at files, to see later whether they are what they were.
 
     Args:
         paths: of files and folders that are there.
 
     Returns:
-        Path, bytes and time of each, of a folder those right in it.
+        Path and bytes of each, and a digest, or of more than a megabyte the time of its last change; of folders what lies in them at any
+        depth, but no more than 10,000 files in all.
     """
-    files = [file for path in sorted(paths) for file in (sorted(path.iterdir()) if path.is_dir() else [path]) if file.is_file()]
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    files = [file for path in sorted(paths) for file in islice(_files_in(path), _MAX_FILES) if file.is_file()]
+    return [(str(file), file.stat().st_size, _mark(file)) for file in files[:_MAX_FILES]]
+
+
+def _files_in(path: Path) -> Iterator[Path]:
+    if not path.is_dir():
+        yield path
+        return
+    for folder, inner, names in os.walk(path):
+        inner.sort()
+        yield from (Path(folder) / name for name in sorted(names))
+
+
+def _mark(file: Path) -> str:
+    """What a copy with an old date or a touch does not change; the time is that of the inode, which nobody can set."""
+    found = file.stat()
+    is_small = found.st_size <= _HASHED_BYTES and os.access(file, os.R_OK)
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if is_small else f"{found.st_mtime_ns} {found.st_ctime_ns}"
 
 
 class Bisection:

@@ -368,6 +368,32 @@ def test_what_has_changed_since_runs_again_in_the_same_night(tmp_path: Path) -> 
     assert again() == (0, ["pass", "regression", "pass"], "new.py is not as in the commit, or in none")
 
 
+def test_files_that_a_cell_names_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
+    """In folders at any depth; a touch is no change, and a copy that keeps the old date is one."""
+    inner, beside = tmp_path / "data" / "deep" / "one.txt", tmp_path / "two.txt"
+    inner.parent.mkdir(parents=True)
+    inner.write_text("0")
+    beside.write_text("0")
+    commands = {"folder": f"{python('pass')} {inner.parents[1]}", "file": f"{python('pass')} {beside}"}
+
+    def again() -> list[str]:
+        """The cells that ran."""
+        config = read_config(write(tmp_path, commands=commands))
+        before = {path: path.stat().st_mtime_ns for path in config.folder.rglob("*.log")}
+        Runner(config, "1").run()
+        return [path.name.partition(".")[0] for path in sorted(config.folder.rglob("*.log")) if before.get(path) != path.stat().st_mtime_ns]
+
+    assert again() == ["file", "folder"]
+    beside.touch()
+    assert again() == []
+    inner.write_text("1")
+    assert again() == ["folder"]
+    times = beside.stat().st_atime_ns, beside.stat().st_mtime_ns
+    beside.write_text("1")
+    os.utime(beside, ns=times)
+    assert again() == ["file"]
+
+
 def test_another_command_runs_again_where_no_commit_is_known(tmp_path: Path) -> None:
     first = run(tmp_path, commands={"cell": python("pass"), "other": python("pass")})
     found = run(tmp_path, commands={"cell": python("raise SystemExit(1)"), "other": python("pass")})

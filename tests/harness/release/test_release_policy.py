@@ -89,6 +89,8 @@ MISTAKES = {
     "waivers: {files.a: {until: 2027-01-31}}": "waivers.files.a.reason: is missing; add it",
     "waivers: {files.a: {reason: ' ', until: 2027-01-31}}": "waivers.files.a.reason: ' ' is not allowed",
     "waivers: {files.a: {reason: r, until: soon}}": "waivers.files.a.until: 'soon' is not allowed",
+    "waivers: {files.a: {reason: r, until: 4070908800}}": "waivers.files.a.until: 4070908800 is not allowed: write a day as YYYY-MM-DD",
+    "waivers: {files.a: {reason: r, until: 2027-01-31T00:00:00}}": "is not allowed: write a day as YYYY-MM-DD",
     "waivers: {policy.waivers: {reason: r, until: 2027-01-31}}": "cannot be waived",
     "commands: {onnx: 'x {folder}'}": "{folder} in onnx is no place; places are {base}, {compressed}, {python}",
     "commands: {onnx: ''}": "onnx is empty",
