@@ -279,6 +279,7 @@ def solve_reference(W_CR: Tensor, damped_CC: Tensor, columns: GridColumns, block
 # by row.
 
 NUM_CANDIDATES = 6
+_LEAST_BITS_WITH_ZERO_POINT = 4
 # Bits -> the largest and the smallest multiple of the observed scale that is tried. What is smaller still lowers the error of the group,
 # but no longer that of the model: shrunken scales add up over layers.
 SEARCHED_MULTIPLES = {2: (1.0, 0.5), 3: (1.0, 0.8), 4: (1.05, 0.8), 5: (1.0, 0.8), 6: (1.0, 0.85), 7: (1.0, 0.9), 8: (1.0, 0.9)}
@@ -291,9 +292,9 @@ def can_search(args: QuantizationArgs) -> bool:
         args: number format.
 
     Returns:
-        True for integer formats with a scale per group.
+        True for integer formats with a scale per group; below 4 bits for symmetric ones alone, for others lose by it.
     """
-    return args.type == "int" and args.strategy == "group"
+    return args.type == "int" and args.strategy == "group" and (args.symmetric or args.num_bits >= _LEAST_BITS_WITH_ZERO_POINT)
 
 
 def search_scales(work_CR: Tensor, factor: Factor, grid: Grid, order_C: Tensor) -> Tensor:

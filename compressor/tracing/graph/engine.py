@@ -58,7 +58,7 @@ def verify_programs(
     """Run recorded graphs and the plain model on the same batches, and compare all that modules are given and give back.
 
     All plain forwards come first: a graph that depends on what the forward of its own batch left behind then meets what another left. Where
-    there are several rounds, the first sample takes part in each: a round whose samples all leave the same behind would else show nothing.
+    there are several rounds, they go on from each other, as the run does.
 
     Args:
         model: as it was afterwards.
@@ -94,10 +94,9 @@ def verify_programs(
 
 
 def _rounds(cases: Sequence[Case]) -> list[list[Case]]:
-    """In the order of the run, so that each meets what those before it have left."""
-    first, others = list(cases[:1]), sorted(cases[1:], key=lambda case: case.sample)
-    size = _AT_ONCE - 1
-    return [first + others[start : start + size] for start in range(0, max(1, len(others)), size)]
+    """In the order of the run, so that each meets what those before it have left, and the last of one round again in the next."""
+    ordered = sorted(cases, key=lambda case: case.sample)
+    return [ordered[start : start + _AT_ONCE] for start in range(0, max(1, len(ordered) - 1), _AT_ONCE - 1)]
 
 
 class _GraphComparison(Comparison):

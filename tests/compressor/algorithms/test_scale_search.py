@@ -101,6 +101,9 @@ def test_a_scale_that_rounds_to_zero_is_never_chosen() -> None:
 def test_only_integer_groups_are_searched() -> None:
     searched = {name: can_search(scheme.weights) for name, scheme in PRESETS.items() if scheme.weights is not None}
     assert searched["W4A16"] and searched["W4A16_ASYM"] and searched["W3A8"]
+    for bits, is_symmetric in ((2, True), (3, True), (2, False), (3, False), (4, False)):
+        args = QuantizationArgs(num_bits=bits, symmetric=is_symmetric, group_size=SIZE)
+        assert can_search(args) is (is_symmetric or bits >= 4)
     assert {PRESETS[name].weights.type for name, yes in searched.items() if yes} == {"int"}
     assert not searched["W8A8"] and not searched["NVFP4"] and not searched["MXFP4"] and not searched["FP8_BLOCK"]
     weight, hessian = problem(8, 48)

@@ -346,6 +346,37 @@ def test_what_a_later_batch_writes_is_refused_or_each_sample_has_its_own(place: 
         assert all(torch.equal(one, Writing(*WRITES[place]).eval()(*batch)) for one, batch in zip(got, given, strict=True))
 
 
+class Back(nn.Module):
+    """Leaves 3 where a mask is given, and 0 where none is, at one length: the first batch writes 0, one in the middle 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.box = [0.0]
+        self.layers = nn.ModuleList(Layer(as_it_is) for _ in range(2))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = back(self, x, attention_mask)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def back(model: Back, x: Tensor, mask: Tensor | None) -> Tensor:
+    if len(x) == 4:
+        model.box[0] = 0.0 if mask is None else 3.0
+    return x * (1 + model.box[0])
+
+
+def test_no_batch_of_a_proof_runs_again_before_those_behind_it_in_the_run() -> None:
+    """The first one had taken part in each round of four, and took back what another had left for the next round."""
+    generator = torch.Generator().manual_seed(0)
+    given = [{"x": torch.randn(rows, WIDTH, generator=generator)} for rows in (4, 3, 5, 4, 3)]
+    given[3]["attention_mask"] = torch.zeros(4)
+    with pytest.raises(TracingError, match="verify: batch 4"):
+        trace(Back().eval(), given, ["Layer"], engine="graph", verify="all")
+
+
 class Installing(Later):
     """Installs a hook at its first forward, and its class gets annotations when somebody asks for them."""
 
