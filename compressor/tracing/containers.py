@@ -226,6 +226,7 @@ class Walk:
             self._visit_attributes(value)
         elif isinstance(value, GENERATORS):
             self.generators[id(value)] = value
+            self._visit_attributes(value)
         elif isinstance(value, nn.Module) or not (isinstance(value, _OPAQUE) or type(value).__module__.startswith("torch")):
             self._visit_object(value)
 
@@ -253,6 +254,7 @@ class Walk:
             if id(cls) not in self._seen:
                 self._seen.add(id(cls))
                 if is_of_model(cls):
+                    self._visit_classes(type(cls))
                     self.containers[id(cls)] = cls
                     self._queue.extend(vars(cls).values())
 

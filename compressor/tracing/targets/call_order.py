@@ -181,9 +181,10 @@ def plain_forward(model: nn.Module, batch: Batch) -> Any:
 
 @torch.no_grad()
 def settles(model: nn.Module, watched: Collection[str], forward: Callable[[], Any]) -> bool:
-    """Say whether the first forward rewrites weights, and the second one does not but computes the same.
+    """Say whether the first forward rewrites parameters alone, and the second one does not but computes the same.
 
-    What the first one only makes of a weight and keeps (a cached property) is no such state: compression would leave it as it was.
+    A buffer may be written to by some batches only. What the first one only makes of a weight and keeps (a cached property) is no such
+    state: compression would leave it as it was.
 
     Args:
         model: as it was afterwards.
@@ -200,7 +201,9 @@ def settles(model: nn.Module, watched: Collection[str], forward: Callable[[], An
         keeps = any(isinstance(vars(module).get(name), Tensor) for module, name in values.changed())
         with Footprint(model) as once:
             second = observe(model, watched, forward)
-    return first == second and bool(both.stirred.rewritten) and not keeps and not once.stirred.rewritten
+    rewritten = both.stirred.rewritten.keys()
+    are_weights = bool(rewritten) and rewritten <= {name for name, _ in model.named_parameters()}
+    return first == second and are_weights and not keeps and not once.stirred.rewritten
 
 
 def changed_by_forwards(model: nn.Module, watched: Collection[str], batches: Sequence[Batch]) -> tuple[Stirred, tuple[str, ...]]:

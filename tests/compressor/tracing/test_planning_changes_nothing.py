@@ -405,6 +405,10 @@ def a_class(name: str = "Held") -> Any:
     return type(name, (), {"count": 0})
 
 
+class Dice(random.Random):
+    count = 0
+
+
 def count_up(kind: Any) -> None:
     kind.count += 1
 
@@ -453,6 +457,8 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any]
         lambda held: held["seen"].append(1),
         lambda held: list(held["seen"]),
     ),
+    "metaclass": (lambda: type("Meta", (type,), {"count": 0})("Held", (), {}), lambda held: count_up(type(held)), lambda held: held.count),
+    "generator with attributes": (Dice, lambda held: setattr(held, "count", held.count + 1), lambda held: held.count),
     "class": (a_class, count_up, lambda held: held.count),
     "class in a list": (lambda: [a_class()], lambda held: count_up(held[0]), lambda held: held[0].count),
     "slots in a list": (lambda: [Slots()], lambda held: held[0].count(), lambda held: held[0].state()),
