@@ -182,7 +182,8 @@ def values_kept(module: nn.Module) -> Iterator[None]:
     """
     tables = [table for part in module.modules() for table in (vars(part), part._buffers)]
     kept = [dict(table) for table in tables]
-    contents = container_contents(module)
+    values = (value for part in module.modules() for name, value in vars(part).items() if name not in OF_EVERY_MODULE)
+    contents = [(one, _contents(one)) for one in _containers(values)]
     try:
         yield
     finally:
@@ -193,19 +194,9 @@ def values_kept(module: nn.Module) -> Iterator[None]:
                 elif _is_data(table[name]):
                     del table[name]
             table.update((name, before[name]) for name in before.keys() - table.keys())
-        for container, held in changed_containers(contents):
-            _refill(container, held)
-
-
-def container_contents(module: nn.Module) -> list[tuple[Any, list[Any]]]:
-    """List the plain containers that a module and modules in it hold, those within each other included, each with what lies in it."""
-    values = (value for part in module.modules() for name, value in vars(part).items() if name not in OF_EVERY_MODULE)
-    return [(one, _contents(one)) for one in _containers(values)]
-
-
-def changed_containers(contents: Iterable[tuple[Any, list[Any]]]) -> list[tuple[Any, list[Any]]]:
-    """Return those of `container_contents` in which something else lies now, each with what lay in it."""
-    return [(one, held) for one, held in contents if [*map(id, _contents(one))] != [*map(id, held)]]
+        for container, held in contents:
+            if [*map(id, _contents(container))] != [*map(id, held)]:
+                _refill(container, held)
 
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # tables of hooks, parameters, modules: no data of the author
