@@ -462,6 +462,12 @@ def test_changes_are_told_from_what_to_what() -> None:
     assert changes({str(n): 0 for n in range(9)}, {})[-1] == "3 more things changed"
 
 
+def test_another_text_is_told_by_its_digest_and_not_by_its_marks() -> None:
+    before = {"eval_data": {"sha256": "0" * 64, "marks": {"every": 1, "hex": "0a" * 40}}}
+    now = {"eval_data": {"sha256": "1" * 64, "marks": {"every": 2, "hex": "1b" * 40}}}
+    assert changes(before, now) == ["eval_data.sha256 was 000000000000 and is 111111111111"]
+
+
 def test_the_events_of_a_resumed_run_keep_their_order(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "run", fail_at=2)
