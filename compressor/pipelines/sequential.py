@@ -398,15 +398,17 @@ def _as_loaded(state: State) -> str:
 
 
 def _check_called_late(session: Session, plan: Plan, propagate_error: bool) -> None:
-    """Refuse layers that are used again after others have run, and are compressed by then, where they should be what they were."""
+    """Refuse layers that run again after others have, and are compressed by then, where they should be what they were."""
     if propagate_error:
         return
-    state, watched = session.state, watched_modules(session)
-    late = dict.fromkeys(name for variant in plan.variants for name in variant.program.called_late(watched))
-    wrong = [name for name in late if _changed_by_modifiers(state, module_names(state.model, name))]
+    state = session.state
+    wrong = [name for name in plan.run_late(watched_modules(session)) if _changed_by_modifiers(state, module_names(state.model, name))]
     if wrong:
+        again = "the forward uses it again after later layers"
+        if plan.engine == "suspend":
+            again = "paused forwards run it again after its stage, for a layer that they call several times"
         raise TracingError(
-            f"{some(wrong)}: the forward uses it again after later layers, and what learns behind that would learn from it compressed; "
+            f"{some(wrong)}: {again}, and what learns behind that would learn from it compressed; "
             'use propagate_error=True, pipeline="basic" or other sequential targets'
         )
 

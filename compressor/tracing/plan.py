@@ -36,8 +36,8 @@ from compressor.tracing.proof import Found
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
 from compressor.tracing.targets.call_order import observe_trail, plain_forward, settles, stages_of
-from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank
-from compressor.tracing.targets.partition import Partition, partition
+from compressor.tracing.targets.order import Trail, check_orders, check_replaced, merged_rank, run_late
+from compressor.tracing.targets.partition import Partition, module_names, partition
 from compressor.tracing.targets.records import Engine, Guard, Leaf, Stage, Verify, check_tracing_options
 from compressor.tracing.targets.running import Run, RunningStage, ValueStore, Watched, hooked, hooks_around
 from compressor.tracing.targets.sample_state import TorchState
@@ -200,6 +200,21 @@ class Plan:
             return SuspendedRun(self.model, targets, batches, trails=trails, everywhere=everywhere, **common)
         programs, groups = [variant.program for variant in chosen], self._graph.planner.groups
         return GraphRun(self.model, batches, programs, groups, store, beside=beside, may_wait=may_wait, **common)
+
+    def run_late(self, watched: Collection[str]) -> tuple[str, ...]:
+        """Find targets that run, or whose weights are read, after their stage on the way to what a later stage learns from.
+
+        Args:
+            watched: modules that learn.
+
+        Returns:
+            Their names.
+        """
+        if self.engine == "graph":
+            return tuple(dict.fromkeys(name for variant in self.variants for name in variant.program.called_late(watched)))
+        trails, targets = tuple(self._trails.values()), self.partition.targets
+        rank = merged_rank(trails, {name: place for place, name in enumerate(targets)})
+        return run_late(trails, rank, [name for name in targets if not set(watched).isdisjoint(module_names(self.model, name))])
 
     def _set_by_forwards(self) -> frozenset[str]:
         """What the forwards that have been planned set on modules, by dotted name."""

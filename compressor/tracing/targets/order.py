@@ -169,3 +169,25 @@ def repeated(trails: Sequence[Trail]) -> frozenset[str]:
         Dotted names.
     """
     return frozenset(name for trail in trails for name in set(trail.calls) if trail.calls.count(name) > 1)
+
+
+def run_late(trails: Sequence[Trail], rank: Mapping[str, int], learning: Collection[str]) -> tuple[str, ...]:
+    """Find the targets that paused forwards run after their stage, on the way to a call of a repeated target.
+
+    Args:
+        trails: of the forwards.
+        rank: every target to its place among the stages.
+        learning: targets that are calibrated: of those that are repeated each call is, by forwards that begin anew.
+
+    Returns:
+        Their names, in the order of their stages.
+    """
+    late: set[str] = set()
+    for calls in {trail.calls for trail in trails}:
+        for name in repeated([Trail(calls)]):
+            end = len(calls) - 1 - calls[::-1].index(name)
+            if name in learning:
+                late |= {other for other in calls[:end] if rank[other] < rank[name]}
+            if any(rank[other] > rank[name] for other in calls[calls.index(name) : end]):
+                late.add(name)
+    return tuple(sorted(late, key=rank.__getitem__))

@@ -154,12 +154,14 @@ class _Ordered(nn.Module):
         return self.head(hidden)
 
 
-def _hessians(order: tuple[int, ...], pipeline: str, has_head: bool = False, reads: int | None = None) -> dict[str, Tensor]:
+def _hessians(
+    order: tuple[int, ...], pipeline: str, has_head: bool = False, reads: int | None = None, engine: Engine = "graph"
+) -> dict[str, Tensor]:
     groups: Any = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
     modifier = Noting(config_groups=groups)
     with Session(State(_Ordered(order, has_head, reads)), [modifier]) as session:
         session.initialize()
-        settings = SequentialSettings(propagate_error=False, engine="graph") if pipeline == "sequential" else None
+        settings = SequentialSettings(propagate_error=False, engine=engine) if pipeline == "sequential" else None
         run_pipeline(pipeline, session, tokens(), progress=SilentProgress(), settings=settings)
         session.finalize()
     return dict(modifier.__dict__["found"])
@@ -178,6 +180,18 @@ def test_a_layer_that_others_would_learn_from_when_it_is_compressed_is_refused(o
     """Before the first stage; a head is no target, and learns behind the last one."""
     with pytest.raises(TracingError, match=r"layers\.0: the forward uses it again after later layers"):
         _hessians(order, "sequential", has_head)
+
+
+@pytest.mark.parametrize("order", [(0, 0, 1, 2), (0, 1, 2, 2), (1, 0, 1, 2), (0, 0, 1, 1, 2, 2), (0, 1, 2, 0)], ids=str)
+def test_paused_forwards_that_would_run_a_compressed_layer_again_are_refused_before_the_first_stage(order: tuple[int, ...]) -> None:
+    """Or they meet it as it was: in the first stage nothing is compressed yet."""
+    wanted = _hessians(order, "basic")
+    if order == (0, 0, 1, 2):
+        found = _hessians(order, "sequential", engine="suspend")
+        assert all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in wanted.items())
+        return
+    with pytest.raises(TracingError, match=r"layers\.\d.*: paused forwards run it again after its stage"):
+        _hessians(order, "sequential", engine="suspend")
 
 
 def test_a_weight_that_is_read_again_is_what_it_was_or_refused() -> None:
