@@ -33,6 +33,7 @@ from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.graph.shared_objects import exchanged, written_in_place
 from compressor.tracing.picking import are_leaves, are_new_together, as_batches, check_model, excerpt, uncalled_of
 from compressor.tracing.proof import Found
+from compressor.tracing.reads import check_borrowed
 from compressor.tracing.suspend.engine import SuspendedRun
 from compressor.tracing.suspend.interleaving import check_apart, check_apart_with_other_numbers, pick_apart
 from compressor.tracing.targets.call_order import observe_trail, plain_forward, settles, stages_of
@@ -334,6 +335,8 @@ class Plan:
         try:
             chosen = self._graph.choose(batches)
             schedule([variant.program for variant in chosen], self._graph.planner.groups)
+            used = [use for variant in chosen for use in variant.program.borrowed]
+            check_borrowed(used, {name for variant in chosen for name in variant.program.targets})
         except TracingError as error:
             if self._asked == "graph" and error.__cause__ is not None:  # the model's own, if it raises without a recorder, too
                 for batch in batches:
@@ -350,7 +353,8 @@ class Plan:
         """Prepare for the suspend engine: see what each batch calls, and that forwards which take turns do not notice each other."""
         try:
             trails = tuple(self._trail(batch) for batch in batches)
-            self._note_uncalled({name for trail in trails for name in trail.calls})
+            self._note_uncalled(called := {name for trail in trails for name in trail.calls})
+            check_borrowed((use for trail in trails for use in trail.borrowed), called)
             check_replaced(trails)
             check_orders(trails, merged_rank(trails, {name: place for place, name in enumerate(self.partition.targets)}))
             self._check_turns(batches, trails)

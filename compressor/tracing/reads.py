@@ -167,6 +167,12 @@ class ForeignWeights:
         if not is_over and self.inside not in targets and (func is None or not _asks(func, args, tensor)):
             self._used.setdefault(self._names[id(tensor)], (targets, str(current_place()), is_late))
 
+    @property
+    def borrowed(self) -> tuple[tuple[str, str], ...]:
+        """Targets that the forward does not call, and the weight of theirs that it uses all the same, with the place."""
+        used = [(sorted(targets), f"{place}: {name}") for name, (targets, place, _) in self._used.items()]
+        return tuple((target, use) for targets, use in used if self._called.isdisjoint(targets) for target in targets)
+
     def check(self) -> None:
         """Refuse what was seen, now that it is known which targets the forward calls.
 
@@ -183,6 +189,24 @@ class ForeignWeights:
                     f"{place}: {name} is used outside of {called[0]}, the sequential target that it belongs to, and {held} as it was "
                     f'before {called[0]} is compressed; use pipeline="basic" or other sequential targets{more}'
                 )
+
+
+def check_borrowed(borrowed: Iterable[tuple[str, str]], called: Collection[str]) -> None:
+    """Refuse weights of a target that one batch calls and another one uses without calling it: it may run on before the target's stage.
+
+    Args:
+        borrowed: of all batches, as `ForeignWeights` has them.
+        called: targets that some batch calls.
+
+    Raises:
+        Unrepeatable: there is one.
+    """
+    for target, use in borrowed:
+        if target in called:
+            raise Unrepeatable(
+                f"{use} is used outside of {target}, the sequential target that it belongs to, by a batch that does not call it, and "
+                f'layers behind would see what it was before {target} is compressed; use pipeline="basic" or other sequential targets'
+            )
 
 
 def _held_by(value: Any) -> Iterable[Any]:

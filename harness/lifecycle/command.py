@@ -84,5 +84,5 @@ COMMAND = Command(
     "hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine",
     VerifySettings,
     run,
-    exit_codes("every check passed or did not apply", "a check failed", "nothing can be said (a modifier that needs settings)"),
+    exit_codes("every check passed or did not apply", "a check failed", "nothing can be said: it needs settings, or no check applied"),
 )

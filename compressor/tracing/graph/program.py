@@ -87,6 +87,7 @@ class Program:
         calls_seen: calls of modules: name, target around it or None, and the number of the node before which it began.
         order: number of each node when it was recorded.
         light: names of the modules that do nothing but scale and shift, such as norms.
+        borrowed: targets that it does not call, and the weight of theirs that it uses.
     """
 
     flat: fx.Graph
@@ -101,6 +102,7 @@ class Program:
     calls_seen: tuple[tuple[str, str | None, int], ...] = ()
     order: Mapping[fx.Node, int] = field(default_factory=dict)
     light: frozenset[str] = frozenset()
+    borrowed: tuple[tuple[str, str], ...] = ()
 
     def cut(self, groups: Mapping[str, int]) -> None:
         """Cut the forward into segments, anew where it has been cut before.
@@ -122,8 +124,7 @@ class Program:
         lasting = set(staged[min(1, len(staged) - 1)].live_in).intersection(staged[len(staged) // 2].live_in)
         shared = [node for node in self.flat.nodes if node.name in lasting]
         for segment in staged:
-            common = lasting.intersection(segment.live_in)
-            segment.own_bytes = segment.live_bytes - _bytes([node for node in shared if node.name in common])
+            segment.own_bytes = segment.live_bytes - _bytes([node for node in shared if node.name in segment.live_in])
 
     @property
     def least_bytes(self) -> int:
@@ -471,8 +472,6 @@ def _next_group(routes: Sequence[Sequence[int]], at: Mapping[int, int], waiting:
     later = {group for sample in waiting for group in routes[sample][at[sample] + 1 :]}
     return next((group for group in heads if group not in later), heads[0])
 
-
-# Calls of watched modules that no stage would see.
 
 _REMEDY = 'use pipeline="basic" or other sequential targets'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections import Counter
@@ -71,7 +72,7 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch, footprint: Foo
         modules = dict(model.named_modules())
         with without_traces() as values:
             reads = HostReads(model)
-            calls, outside = _calls(model, cut, batch, reads)
+            trail = _calls(model, cut, batch, reads)
             now = dict(model.named_modules())
             reassigned = names_of(model, values.noted())
             left = "" if footprint is None else footprint.left_by_forward(values.noted())
@@ -80,14 +81,14 @@ def observe_trail(model: nn.Module, cut: Partition, batch: Batch, footprint: Foo
         if draws:  # what it draws may decide what it calls
             state.restore()
             with without_traces():
-                calls, outside = _calls(model, cut, batch, reads)
-        return Trail(calls, foreign_random=draws, replaced=replaced, outside=outside, reads=reads.first or left, reassigned=reassigned)
+                trail = _calls(model, cut, batch, reads)
+        return dataclasses.replace(trail, foreign_random=draws, replaced=replaced, reads=reads.first or left, reassigned=reassigned)
     finally:
         state.restore()
 
 
-def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> tuple[tuple[str, ...], tuple[OutsideCall, ...]]:
-    """Run one plain forward and list the calls of targets, and those of modules outside of the target that they lie in."""
+def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> Trail:
+    """Run one plain forward and list the calls of targets, those of modules outside of the target that they lie in, and weights used."""
     calls: list[str] = []
     outside: dict[OutsideCall, None] = {}
     homes = _homes(model, cut)
@@ -126,7 +127,7 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> 
     if strays:
         raise TracingError(f"{strays[0]}: is called from a thread of its own, {_NO_PAUSE}")
     weights.check()
-    return tuple(calls), tuple(outside)
+    return Trail(tuple(calls), outside=tuple(outside), borrowed=weights.borrowed)
 
 
 def _of_it_alone(module: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:

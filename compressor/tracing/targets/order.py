@@ -41,6 +41,7 @@ class Trail:
         outside: calls of modules outside of the target that they lie in.
         reads: what it may hand on unseen: a Python value that it reads off its data, or what it leaves on the model; empty where nothing.
         reassigned: dotted names of attributes and buffers that it sets on modules.
+        borrowed: targets that it does not call, and the weight of theirs that it uses.
     """
 
     calls: tuple[str, ...]
@@ -49,6 +50,7 @@ class Trail:
     outside: tuple[OutsideCall, ...] = ()
     reads: str = ""
     reassigned: frozenset[str] = frozenset()
+    borrowed: tuple[tuple[str, str], ...] = ()
 
 
 def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, int]:

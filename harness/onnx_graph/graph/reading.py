@@ -6,9 +6,11 @@ graph rely on that, and onnx's own reader does not ask.
 
 from __future__ import annotations
 
+import itertools
 import math
+import textwrap
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import onnx_ir as ir
 
 from compressor.errors import UserInputError
 from harness.onnx_graph.graph.local_functions import inlined
+
+_MOST_CHARS = 300  # of what a library says, which may quote a tensor with all its bytes
 
 
 def read_proto(source: Any) -> onnx.ModelProto:
@@ -109,7 +113,7 @@ def _loaded(proto: onnx.ModelProto, file: str) -> ir.Model:
     if not proto.graph.node or not proto.graph.output:
         lacks = "node" if not proto.graph.node else "output"
         raise UserInputError(f"{file}: the model holds no {lacks}, so there is nothing to analyse; give an exported model")
-    if proto.graph.sparse_initializer:
+    if any(_held_sparse(proto)):
         proto = _dense(proto, file)
     if proto.functions:
         proto = inlined(proto, file)
@@ -119,9 +123,10 @@ def _loaded(proto: onnx.ModelProto, file: str) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as error:
+        why = textwrap.shorten(str(error.__cause__ or error), _MOST_CHARS)
         raise UserInputError(
-            f"{file}: onnx_ir {ir.__version__} cannot read the model ({error.__cause__ or error}); check it with onnx.checker, and where "
-            "that finds no fault install a newer onnx_ir"
+            f"{file}: onnx_ir {ir.__version__} cannot read the model ({why}); check it with onnx.checker, and where that finds no fault "
+            "install a newer onnx_ir"
         ) from error
 
 
@@ -291,25 +296,47 @@ def _check_versions(proto: onnx.ModelProto, file: str) -> dict[str, int]:
     return versions
 
 
+def _held_sparse(proto: onnx.ModelProto) -> Iterator[onnx.GraphProto | onnx.NodeProto]:
+    """Graphs with sparse initializers, and constants that are sparse, at any depth."""
+    graphs = [proto.graph, *_inner_graphs(proto.graph.node), *(one for held in proto.functions for one in _inner_graphs(held.node))]
+    yield from (graph for graph in graphs if graph.sparse_initializer)
+    for node in itertools.chain(*(graph.node for graph in graphs), *(held.node for held in proto.functions)):
+        if node.op_type == "Constant" and any(attribute.name == "sparse_value" for attribute in node.attribute):
+            yield node
+
+
+def _inner_graphs(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.GraphProto]:
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+            yield inner
+            yield from _inner_graphs(inner.node)
+
+
 def _dense(proto: onnx.ModelProto, file: str) -> onnx.ModelProto:
-    """Store sparse initializers as ordinary ones, in a copy."""
+    """Store sparse tensors as ordinary ones, in a copy."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    for sparse in copy.graph.sparse_initializer:
-        try:
-            array = _filled(sparse)
-        except (ValueError, IndexError) as error:
-            raise UserInputError(f"{file}: initializer {sparse.values.name} is sparse and not valid ({error}); export it again") from error
-        copy.graph.initializer.append(onnx.numpy_helper.from_array(array, sparse.values.name))
-    del copy.graph.sparse_initializer[:]
+    for holder in list(_held_sparse(copy)):
+        if isinstance(holder, onnx.NodeProto):
+            where = f"{file}: Constant {holder.name or next(iter(holder.output), '')}".strip()
+            sparse = next(attribute.sparse_tensor for attribute in holder.attribute if attribute.name == "sparse_value")
+            value = onnx.helper.make_attribute("value", _filled(sparse, where))
+            del holder.attribute[:]
+            holder.attribute.append(value)
+        else:
+            holder.initializer.extend(_filled(one, f"{file}: initializer {one.values.name}") for one in holder.sparse_initializer)
+            del holder.sparse_initializer[:]
     return copy
 
 
-def _filled(sparse: onnx.SparseTensorProto) -> np.ndarray:
-    values, places = onnx.numpy_helper.to_array(sparse.values), onnx.numpy_helper.to_array(sparse.indices)
-    array = np.zeros(tuple(sparse.dims), values.dtype)
-    if places.ndim == 1:
-        array.reshape(-1)[places] = values
-    else:
-        array[tuple(places.T)] = values
-    return array
+def _filled(sparse: onnx.SparseTensorProto, where: str) -> onnx.TensorProto:
+    try:
+        values, places = onnx.numpy_helper.to_array(sparse.values), onnx.numpy_helper.to_array(sparse.indices)
+        array = np.zeros(tuple(sparse.dims), values.dtype)
+        if places.ndim == 1:
+            array.reshape(-1)[places] = values
+        else:
+            array[tuple(places.T)] = values
+    except (ValueError, IndexError) as error:
+        raise UserInputError(f"{where} is sparse and not valid ({error}); export it again") from error
+    return onnx.numpy_helper.from_array(array, sparse.values.name)

@@ -250,6 +250,42 @@ def test_a_shallow_copy_of_a_layer_is_not_the_layer_and_has_its_weights(engine: 
     check_stages(inside, engine, swap_inside)
 
 
+def parts_of_one(model: Any, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    x = model.layers[1](x) if len(x) > 1 else model.layers[1].lin(x)
+    return model.layers[2](x)
+
+
+class Reading(Layer):
+    """Uses the next layer's weight for a single row."""
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        x = super().forward(x, *more)
+        return functional.linear(x, self.peers[0][1].lin.weight) if len(x) == 1 else x  # type: ignore[arg-type, union-attr]
+
+
+def in_another_target(model: Any, x: Tensor) -> Tensor:
+    x = model.layers[0](x)
+    return model.layers[2](model.layers[1](x) if len(x) > 1 else x)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("way", [parts_of_one, in_another_target])
+def test_a_weight_that_one_batch_uses_of_a_target_that_only_another_calls_is_refused(way: Any, engine: Engine) -> None:
+    """That batch would run on before the stage of the target, to layers that should see it compressed."""
+    model = Model(way).eval()
+    if way is in_another_target:
+        model.layers[0] = Reading()
+        model.layers[0].peers = (model.layers,)  # type: ignore[assignment]
+    many, one = {"x": torch.ones(2, WIDTH)}, {"x": torch.ones(1, WIDTH)}
+    for order in ([many, one], [one, many]):
+        told = "layers.1.lin.weight is used outside of layers.1, the sequential target that it belongs to, by a batch that does not call it"
+        with pytest.raises(TracingError, match=told):
+            trace(model, order, TARGETS, engine=engine)
+    if way is parts_of_one:  # of a target that nobody calls there is no stage
+        assert trace(model, [one], TARGETS, engine=engine).uncalled == ("layers.1", "layers.3")
+
+
 class Tied(Model):
     """A weight that is also a module's outside of the layers."""
 

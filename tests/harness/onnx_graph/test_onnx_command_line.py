@@ -425,6 +425,38 @@ def _sparse(model: onnx.ModelProto) -> None:
     model.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(values, places, [5]))
 
 
+def _sparse_tensor(array: np.ndarray, name: str = "") -> onnx.SparseTensorProto:
+    values, places = array[array != 0], np.flatnonzero(array)
+    return onnx.helper.make_sparse_tensor(numpy_helper.from_array(values, name), numpy_helper.from_array(places, "places"), array.shape)
+
+
+def _sparse_constant(model: onnx.ModelProto) -> None:
+    sparse = _sparse_tensor(np.ones(5, np.float32))
+    sparse.dims[0] = 3
+    model.graph.node.append(onnx.helper.make_node("Constant", [], ["sparse"], sparse_value=sparse))
+
+
+def test_sparse_constants_are_read_as_what_they_hold(attention_graph: onnx.ModelProto) -> None:
+    """Of nodes, of a branch, and among a branch's initializers."""
+    sparse = onnx.ModelProto()
+    sparse.CopyFrom(attention_graph)
+    matrices = [one for one in sparse.graph.initializer if len(one.dims) == 2]
+    for one in matrices:
+        held = _sparse_tensor(numpy_helper.to_array(one))
+        sparse.graph.node.insert(0, onnx.helper.make_node("Constant", [], [one.name], sparse_value=held))
+        sparse.graph.initializer.remove(one)
+    branches = []
+    for name in ("yes", "no"):
+        made = onnx.helper.make_node("Constant", [], [f"{name}_other"], sparse_value=_sparse_tensor(np.eye(3, dtype=np.float32)))
+        added = onnx.helper.make_node("Add", [f"{name}_other", f"{name}_held"], [name])
+        out = onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [3, 3])
+        branches.append(onnx.helper.make_graph([made, added], name, [], [out]))
+        branches[-1].sparse_initializer.append(_sparse_tensor(np.eye(3, dtype=np.float32), f"{name}_held"))
+    sparse.graph.initializer.append(numpy_helper.from_array(np.array(True), "which"))
+    sparse.graph.node.append(onnx.helper.make_node("If", ["which"], ["chosen"], then_branch=branches[0], else_branch=branches[1]))
+    assert matrices and census(sparse).to_dict()["blocks"] == census(attention_graph).to_dict()["blocks"]
+
+
 def _function(model: onnx.ModelProto) -> None:
     opset = onnx.helper.make_opsetid("own", 1)
     model.opset_import.append(opset)
@@ -432,7 +464,9 @@ def _function(model: onnx.ModelProto) -> None:
     model.graph.node.append(onnx.helper.make_node("F", ["x"], ["z"], domain="own"))
 
 
-@pytest.mark.parametrize("damage", [_later, _short, _unknown_type, _sparse, _function, lambda one: one.graph.ClearField("output")])
+@pytest.mark.parametrize(
+    "damage", [_later, _short, _unknown_type, _sparse, _sparse_constant, _function, lambda one: one.graph.ClearField("output")]
+)
 @pytest.mark.parametrize("names", [("a.onnx", "broken.onnx"), ("broken.onnx", "a.onnx")], ids=" ".join)
 @pytest.mark.usefixtures("_place")
 def test_an_error_about_one_of_two_graphs_names_its_file(
