@@ -22,7 +22,7 @@ from harness.onnx_graph.census.chains import Chains
 from harness.onnx_graph.census.flow import PACKED_ATTENTION, PROJECTED_ATTENTION, FlowMap, Shapes, is_opaque, operands
 from harness.onnx_graph.census.parts import shared_across_blocks, takes_a_part
 from harness.onnx_graph.census.products import SOFTMAX, Products, is_matrix_product, shown
-from harness.onnx_graph.census.projections import Projection, are_parts_of_copies, find_projection
+from harness.onnx_graph.census.projections import Projection, are_parts_of_copies, find_projection, share_a_weight
 from harness.onnx_graph.census.score_axes import ScoreAxes
 from harness.onnx_graph.census.streams import BlockPlace, Streams, block_places, find_unread
 from harness.onnx_graph.graph.constants import Constants
@@ -321,7 +321,7 @@ class _Search:
             held = self._num_weights(layers, found)
             status = {3: Status.SEPARATE, 2: Status.PARTLY_FUSED, 1: Status.FUSED}[held]
             if held < len({layers[role][0].node for role in ROLES}):
-                notes.append("products of their own, on one weight or equal copies of it")
+                notes.append("products of their own, on one weight, equal copies of it, or what is computed from it")
             notes += self._told_reused(layers, found)
         self._add(node, status, layers, "; ".join(notes), taken={role: one.value for role, one in found.items() if one.value is not None})
 
@@ -330,7 +330,7 @@ class _Search:
         held: dict[str, object] = {role: tuple(each.sources for each in (one, *one.beside)) for role, (one, *_) in layers.items()}
         for one, other in itertools.combinations(ROLES, 2):
             first, second = layers[one][0], layers[other][0]
-            if held[one] != held[other] and are_parts_of_copies(first, second):
+            if held[one] != held[other] and (are_parts_of_copies(first, second) or share_a_weight(first, second)):
                 held[other] = held[one]
             if held[one] != held[other] and first.marks == second.marks:
                 parts = (takes_a_part(self._view, self._shapes, layers[role][0], found[role].value) for role in (one, other))

@@ -119,6 +119,21 @@ def are_parts_of_copies(one: Projection, other: Projection) -> bool:
     return np.array_equal(first.ravel(), second.ravel()) or (first.T.shape == second.shape and np.array_equal(first.T, second))
 
 
+def share_a_weight(one: Projection, other: Projection) -> bool:
+    """Say whether two layers are computed from one constant that is as large as a layer, and no rotation that all are turned by.
+
+    Args:
+        one: of a graph.
+        other: of the same graph.
+
+    Returns:
+        True if so, as of a weight and its sum with another one.
+    """
+    least = min(one.matrix_IO.size, other.matrix_IO.size)
+    arrays = [array for value in one.sources & other.sources if (array := tensor_of(value)) is not None and array.size >= least]
+    return any(array.ndim != 2 or not (_is_orthogonal(array) or _is_orthogonal(array.T)) for array in arrays)
+
+
 def _is_orthogonal(matrix: np.ndarray) -> bool:
     """Whether M Mᵀ is a multiple of one: rows of one length, and a drawn vector comes back. No trained weight has the first."""
     squares = np.square(matrix, dtype=np.float64).sum(axis=1)

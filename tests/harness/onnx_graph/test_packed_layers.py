@@ -42,6 +42,14 @@ CUT_WEIGHTS = {
     "a copy that is turned": "b0 = Slice(packed, n0, w1, n1) b1 = Slice(copy1, w1, w2, n1) "
     "c2 = Slice(turned, w2, end, n0) b2 = Transpose<perm = [1, 0]>(c2)",
 }
+DERIVED = {
+    "a sum": "b0 = Identity(apart0) b1 = Add(apart0, apart1) b2 = Identity(apart2)",
+    "a difference": "b0 = Identity(apart0) b1 = Sub(apart1, apart2) b2 = Identity(apart2)",
+    "a product": "b0 = Identity(apart0) b1 = MatMul(apart1, apart0) b2 = Identity(apart2)",
+    "what is cut and scaled": "b0 = Slice(packed, n0, w1, n1) c1 = Slice(packed, w1, w2, n1) b1 = Mul(c1, apart1) b2 = Identity(apart2)",
+    "one rotation": "b0 = MatMul(rotation, apart0) b1 = MatMul(rotation, apart1) b2 = MatMul(rotation, apart2)",
+    "one gain": "b0 = Mul(apart0, gains) b1 = Mul(apart1, gains) b2 = Mul(apart2, gains)",
+}
 BETWEEN = {
     "nothing": "qx = Identity(q) kx = Identity(k) ",
     "rotary": ROTARY.format("q") + ROTARY.format("k"),
@@ -59,6 +67,8 @@ def _constants() -> dict[str, np.ndarray]:
     one_hot = np.eye(3 * WIDTH, dtype=np.float32)
     held = {name: packed for name in ("packed", "copy1", "copy2")}
     held |= {name: draw.standard_normal(packed.shape).astype(np.float32) for name in ("other1", "other2")}
+    held |= {f"apart{at}": draw.standard_normal((WIDTH, WIDTH)).astype(np.float32) for at in range(3)}
+    held |= {"rotation": np.linalg.qr(held["apart0"] + held["apart1"])[0], "gains": np.ones(WIDTH, np.float32)}
     held |= {"batched": np.stack(np.split(packed, 3, 1)), "filters": packed.T[..., None], "turned": packed.T}
     held |= {"stacked": packed.reshape(WIDTH, 3, WIDTH), "gain": np.ones(EACH, np.float32)}
     held |= {f"e{at}": one_hot[:, at * WIDTH : (at + 1) * WIDTH] for at in range(3)}
@@ -124,6 +134,16 @@ def test_products_on_parts_of_one_weight_or_of_its_copies_are_fused(cut: str, in
         model.graph.node.extend(own)
     assert census(model).counts == {"FUSED": 1}, census(model).text()
     assert SeparateQKV().check(model, model).holding is Holding.VIOLATED
+
+
+@pytest.mark.parametrize("way", DERIVED)
+def test_a_weight_that_is_computed_from_anothers_is_not_its_own(way: str) -> None:
+    text = f"{DERIVED[way]} a0 = MatMul(x, b0) a1 = MatMul(x, b1) a2 = MatMul(x, b2) "
+    heads = (f"{role}4 = Reshape(a{at}, by_head) {role} = Transpose<perm = [0, 2, 1, 3]>({role}4) " for at, role in enumerate("qkv"))
+    model = _model(f"{text}{''.join(heads)}{BETWEEN['nothing']}{CORE}")
+    separate = way.startswith("one")
+    assert census(model).counts == {"SEPARATE" if separate else "PARTLY_FUSED": 1}, census(model).text()
+    assert SeparateQKV().check(model, model).holding is (Holding.HOLDS if separate else Holding.VIOLATED)
 
 
 def test_weights_of_their_own_are_separate_though_each_is_cut_from_something() -> None:
