@@ -270,6 +270,10 @@ def check_in_memory(
         raise ModelError(f"{where}: {empty} is on the meta device and has no values; load the weights first")
 
 
+_NO_MODELS = ("Config", "Processor", "ProcessorFast", "Tokenizer", "TokenizerFast", "Extractor", "Pipeline", "Output", "Outputs")
+"""How the names of other classes of transformers end."""
+
+
 def resolve_class(model_class: str | type | None) -> Any:
     """Find a class of transformers to load with.
 
@@ -290,7 +294,8 @@ def resolve_class(model_class: str | type | None) -> Any:
     found = getattr(transformers, name, None)
     makes_models = hasattr(found, "from_config") or (isinstance(found, type) and issubclass(found, nn.Module))  # no config, no tokenizer
     if not (makes_models and hasattr(found, "from_pretrained")):
-        near = nearest(name, dir(transformers), count=3)
+        meant = next((f"{name.removesuffix(end)}Model" for end in _NO_MODELS if name.endswith(end)), name)
+        near = nearest(meant, [one for one in dir(transformers) if not one.endswith(_NO_MODELS)], count=3)
         hint = f" (nearest: {', '.join(near)})" if near else ""
         raise ModelError(f"model_class: {name!r} is no model class of transformers{hint}; name one, such as AutoModel")
     return found

@@ -259,7 +259,7 @@ def test_our_own_checkpoint_is_quantized_already(source_dir, quantize_linears, t
         ({"device": "cuda:99"}, "device: 'cuda:99' cannot be used here"),
         ({"model_class": "AutoModelForCasualLM"}, "nearest: AutoModelForCausalLM"),
         ({"model_class": "logging"}, "'logging' is no model class"),
-        ({"model_class": "LlamaConfig"}, "'LlamaConfig' is no model class"),
+        ({"model_class": "LlamaConfig"}, r"'LlamaConfig' is no model class of transformers \(nearest: LlamaModel, "),
         ({"model_class": "LlamaTokenizer"}, "'LlamaTokenizer' is no model class"),
         ({"model_class": "AutoModelForMaskedLM"}, "AutoModelForMaskedLM cannot load it"),
     ],
