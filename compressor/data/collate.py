@@ -394,8 +394,21 @@ class TextMarks(NamedTuple):
 
     @property
     def record(self) -> dict[str, Any]:
-        """As a record holds them: JSON types."""
-        return {"every": self.every, "hex": "".join(self.marks)}
+        """As a record holds them: JSON types, with a digest by which damage shows."""
+        return {"every": self.every, "hex": "".join(self.marks), "sha256": marks_digest(self.every, "".join(self.marks))}
+
+
+def marks_digest(every: int, text: str) -> str:
+    """Hash the marks of a record.
+
+    Args:
+        every: of so many runs about one was chosen.
+        text: the marks, in hexadecimal, one behind the other.
+
+    Returns:
+        The sha256 in hexadecimal.
+    """
+    return hashlib.sha256(f"{every} {text}".encode()).hexdigest()
 
 
 NO_MARKS = TextMarks(1, ())

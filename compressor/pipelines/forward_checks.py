@@ -30,6 +30,7 @@ from compressor.lifecycle import Session, State
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.evaluation import evaluation_mode
 from compressor.model.folder import some
+from compressor.model.targets import outward
 from compressor.nn import QuantizedLayer
 from compressor.numerics.checksum import checksum
 from compressor.pages import let_go
@@ -40,6 +41,7 @@ from compressor.tracing.picked_rows import rows_picked_by_values
 from compressor.tracing.targets.call_order import plain_forward
 
 _NUMBERS = 1024  # of a weight, or a few more
+_MOST_SUMMED = 1 << 20  # numbers of a tensor: norms and gains, not the layers behind
 
 
 # Which modules the modifiers of a session are looking at now: those that carry their calibration hooks.
@@ -150,6 +152,45 @@ def check_alike(state: State, names: Sequence[str]) -> None:
                 f"{different[0]} (one of {len(different)}): rank {rank} has made something else of it than rank 0; ranks must run on equal "
                 "machines with as many threads each (OMP_NUM_THREADS)"
             )
+
+
+@contextmanager
+def unchanged_behind(state: State, passed: Collection[str], names: Collection[str]) -> Iterator[None]:
+    """Refuse that a stage is compressed by a change of what samples have run past: what follows was fed by what it was.
+
+    Writes that torch does not count (`tensor.data`) are seen in tensors of up to a million numbers that a modifier touches.
+
+    Args:
+        state: its model.
+        passed: dotted names of the modules and tensors that samples have used.
+        names: of the modules that may change.
+
+    Raises:
+        CalibrationError: a parameter of these is another one, or has been written to.
+    """
+
+    def look() -> dict[str, tuple[Tensor, int, int]]:
+        return {
+            name: (one, 0 if one.is_inference() else one._version, checksum(one) if owner in touched and _is_small(one) else 0)
+            for name, one in state.model.named_parameters()
+            if not behind.isdisjoint(outward(name)) and (owner := name.rpartition(".")[0]) not in within
+        }
+
+    behind, within, touched = frozenset(passed), frozenset(names), frozenset(state.touched)
+    before = look()
+    yield
+    now = look()
+    for name, (tensor, *prints) in before.items():
+        if name not in now or now[name][0] is not tensor or list(now[name][1:]) != prints:
+            raise CalibrationError(
+                f"{name}: was changed as {next(iter(names))} was compressed, and samples had run past it, so that what follows would learn "
+                "from what it was; change only what event.modules names, or give passes='two', where that is a whole layer, or "
+                'pipeline="basic"'
+            )
+
+
+def _is_small(tensor: Tensor) -> bool:
+    return has_memory(tensor) and tensor.numel() <= _MOST_SUMMED
 
 
 def compressed_names(state: State) -> list[str]:

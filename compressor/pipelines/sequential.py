@@ -9,7 +9,7 @@ where they stand: nobody needs their logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, Protocol, runtime_checkable
 
@@ -33,6 +33,7 @@ from compressor.pipelines.forward_checks import (
     picked_rows,
     refuse_exchanged,
     set_token_mask,
+    unchanged_behind,
     watched_modules,
     weights_held_to,
 )
@@ -200,7 +201,8 @@ def _pass_stages(
                 early = tuple(state.ranks.union(tuple(outside)))
                 with memory_explained(state.model, stage.name, "brought to the device", stage.module_names):
                     weights.hold(stage.module_names)
-                _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages))
+                called = outside if plan.engine == "suspend" else ()  # graphs know what a stage runs anew
+                _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages), called)
         weights.hold(())
     _check_called(session, running.uncalled, settings.targets)
     _note_late(state, early if settings.propagate_error else ())
@@ -274,7 +276,14 @@ def _open_store(state: State, plan: Plan, settings: SequentialSettings, weights_
 
 
 def _run_stage(
-    session: Session, run: Run, stage: RunningStage, bar: _Bar, propagate_error: bool, journal: StageJournal, num_stages: int
+    session: Session,
+    run: Run,
+    stage: RunningStage,
+    bar: _Bar,
+    propagate_error: bool,
+    journal: StageJournal,
+    num_stages: int,
+    outside: Collection[str],
 ) -> None:
     names, model = stage.module_names, session.state.model
     session.state.monitor.begin_stage()
@@ -300,7 +309,8 @@ def _run_stage(
         if is_finished:
             journal.restore_stage(session)
         else:
-            session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
+            with unchanged_behind(session.state, stage.passed.union(outside), names):
+                session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             check_alike(session.state, names)
             journal.finish_stage(session)
     return_freed_pages()

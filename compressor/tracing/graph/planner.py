@@ -16,13 +16,13 @@ from torch import Tensor, is_tensor, nn
 
 from compressor.data.collate import Batch, batch_to, copied_batch
 from compressor.data.layouts import digest as digest_of
-from compressor.data.layouts import kind_of, shape_of
+from compressor.data.layouts import has_memory, kind_of, shape_of
 from compressor.errors import TracingError
 from compressor.random_state import RandomState
 from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.guards import GuardPlan, plan_guards, why_late
 from compressor.tracing.graph.nodes import Frame, GuardFailure, Refusal, SwallowedTarget, current_frames, one_line, raised
-from compressor.tracing.graph.program import Program, Segment, build_program, signature_of
+from compressor.tracing.graph.program import Program, Segment, build_program
 from compressor.tracing.graph.recorder import Recorder
 from compressor.tracing.graph.replay import run_nodes, run_program
 from compressor.tracing.graph.torch_patches import GIVEN, LeafFunction, function_around, noting_values, recording, resolve_leaf
@@ -76,6 +76,25 @@ def record(
     program.readers = frozenset(reads.places)
     program.borrowed = recorder.weights.borrowed
     return program
+
+
+def signature_of(batch: Any) -> Any:
+    """Describe what the graph of one batch takes for granted about another.
+
+    Args:
+        batch: dict or tuple.
+
+    Returns:
+        Names with number of dimensions, dtype and device of each tensor; other values as they are.
+    """
+
+    def describe(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return repr(item)
+        return (item.ndim, item.dtype, item.device.type, *(() if has_memory(item) else (item.layout, item.is_nested)))
+
+    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    return tuple((name, describe(item)) for name, item in items)
 
 
 def _run(model: nn.Module, batch: Batch) -> Any:

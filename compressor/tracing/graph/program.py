@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx, nn
 
-from compressor.data.layouts import has_memory
 from compressor.errors import CalibrationError
 from compressor.model.targets import outward
 from compressor.tracing.graph.nodes import ROOT, Constant, Refusal, Unrepeatable
@@ -88,6 +86,7 @@ class Program:
         order: number of each node when it was recorded.
         light: names of the modules that do nothing but scale and shift, such as norms.
         borrowed: targets that it does not call, and the weight of theirs that it uses.
+        first_uses: dotted names of the modules that it calls and the tensors that it reads, and the first segment in which it does.
     """
 
     flat: fx.Graph
@@ -103,6 +102,7 @@ class Program:
     order: Mapping[fx.Node, int] = field(default_factory=dict)
     light: frozenset[str] = frozenset()
     borrowed: tuple[tuple[str, str], ...] = ()
+    first_uses: Mapping[str, int] = field(default_factory=dict)
 
     def cut(self, groups: Mapping[str, int]) -> None:
         """Cut the forward into segments, anew where it has been cut before.
@@ -117,6 +117,10 @@ class Program:
         if not cutter.stages:
             raise Refusal("trace: the forward calls none of the sequential targets; give a batch that reaches them, or other targets")
         self.segments = [cutter.build(index) for index in range(len(cutter.stages) + 1)]
+        uses = [
+            (node, index) for index, one in enumerate(self.segments) for node in one.graph.nodes if node.op in ("call_module", "get_attr")
+        ]
+        self.first_uses = {str(node.target): index for node, index in reversed(uses)}
         starts = sorted(self.order[node] for node in cutter.starts)
         self.calls = [(name, target, bisect_right(starts, number)) for name, target, number in self.calls_seen]
         self.spans = cutter.spans()
@@ -397,25 +401,6 @@ def _storage(node: fx.Node) -> Any:
 
 def _bytes(nodes: Sequence[fx.Node]) -> int:
     return sum({node.meta["tensor"][2]: node.meta["tensor"][3] for node in nodes if "tensor" in node.meta}.values())
-
-
-def signature_of(batch: Any) -> Any:
-    """Describe what the graph of one batch takes for granted about another.
-
-    Args:
-        batch: dict or tuple.
-
-    Returns:
-        Names with number of dimensions, dtype and device of each tensor; other values as they are.
-    """
-
-    def describe(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return repr(item)
-        return (item.ndim, item.dtype, item.device.type, *(() if has_memory(item) else (item.layout, item.is_nested)))
-
-    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    return tuple((name, describe(item)) for name, item in items)
 
 
 # Which samples stop at which stage: the orders of all recorded graphs, merged.

@@ -424,6 +424,12 @@ class GraphStage:
         late = {one: index for one, index in self._run._late.items() if one in self._stop.samples and one < self._run._num_own}
         return tuple(dict.fromkeys(name for one, index in late.items() for name in self._run._programs[one].segments[index].targets))
 
+    @property
+    def passed(self) -> frozenset[str]:
+        """Dotted names of the modules and tensors that samples have used on their way here."""
+        ways = {id(self._run._programs[one]): (self._run._programs[one], index) for one, index in self._stop.samples.items()}
+        return frozenset(name for program, end in ways.values() for name, first in program.first_uses.items() if first < end)
+
     def calibrate(self) -> None:
         """Call the targets for every sample, on copies of their inputs, so that the hooks inside see them.
 

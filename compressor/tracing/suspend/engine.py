@@ -310,6 +310,11 @@ class Stage:
         """Dotted names of the target and of all modules inside it, as they are now."""
         return module_names(self._run.model, self.name)
 
+    @property
+    def passed(self) -> frozenset[str]:
+        """Dotted names of the modules that samples have run through on their way here, as far as they lie in targets."""
+        return frozenset(name for target in self._run._router.closed for name in module_names(self._run.model, target))
+
     def calibrate(self) -> None:
         """Call the target for every sample, on copies of its inputs, so that the hooks inside see them.
 

@@ -54,6 +54,10 @@ class RunningStage(Protocol):
     def put_off(self) -> tuple[str, ...]:
         """Dotted names of modules of an earlier stage that samples run through in this one, for less was live before them."""
 
+    @property
+    def passed(self) -> frozenset[str]:
+        """Dotted names of the modules and tensors that samples have used on their way here, as far as that is known."""
+
     def calibrate(self) -> None:
         """Call the targets for every sample without consequences."""
 

@@ -123,10 +123,11 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
         joint = _joint(theirs, own)
         before = theirs[:joint]
         common = _near(theirs, {one.revision for one in own if _is_commit(one.revision)}, joint)
+        here = [one for one in own if one.revision in {one.revision for one in common}][:_NEAR]
         again = {one.revision for one in before if _is_commit(one.revision)}
         after = [one for one in own if one.revision not in again]  # runs of an earlier commit again are what the bridge is made of
         if before and common and after and in_time(before[-1].night) <= in_time(after[0].night):
-            return _joined(before, after, common, (own, theirs))
+            return _joined(before, after, here, common)
     return BridgedSeries(tuple(own), *_levels(own))
 
 
@@ -141,18 +142,18 @@ def _joint(theirs: Sequence[Measurement], own: Sequence[Measurement]) -> int:
     return joint
 
 
-def _near(theirs: Sequence[Measurement], own: set[str], joint: int) -> set[str]:
-    """Commits that ran in both, of those nights of theirs that are next to a place: far from it, one machine alone may have changed."""
+def _near(theirs: Sequence[Measurement], own: set[str], joint: int) -> list[Measurement]:
+    """Those nights of theirs next to a place whose commit ran in both: far from it, one machine alone may have changed."""
     places = sorted((place for place, one in enumerate(theirs) if one.revision in own), key=lambda place: abs(place - joint))
-    return {theirs[place].revision for place in places[:_NEAR]}
+    return [theirs[place] for place in places[:_NEAR]]
 
 
-def _joined(before: list[Measurement], after: list[Measurement], common: set[str], sides: tuple[list[Measurement], ...]) -> BridgedSeries:
-    here, there = (_levels([one for one in side if one.revision in common])[0] for side in sides)
+def _joined(before: list[Measurement], after: list[Measurement], ours: list[Measurement], theirs: list[Measurement]) -> BridgedSeries:
+    here, there = (_levels(side)[0] for side in (ours, theirs))
     (levels_B, errors_B), (levels_A, errors_A) = _levels(before), _levels(after)
     levels_N = np.concatenate([levels_B + (here.mean() - there.mean()), levels_A])
     bridge = Bridge(len(before), math.sqrt(1 / len(here) + 1 / len(there)))
-    told = f" ({len(before)} of environment {before[-1].environment}, bridged by commit {min(common)[:12]})"
+    told = f" ({len(before)} of environment {before[-1].environment}, bridged by commit {min(one.revision for one in theirs)[:12]})"
     return BridgedSeries((*before, *after), levels_N, np.concatenate([errors_B, errors_A]), bridge, told)
 
 

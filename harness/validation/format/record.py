@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compressor.data import CalibrationData
-from compressor.data.collate import text_marks, token_rows
+from compressor.data.collate import marks_digest, text_marks, token_rows
 from compressor.json_text import from_json
 from compressor.model.folder import some
 from harness.reporting.record import CheckRecord, Claim
@@ -223,7 +223,9 @@ def _check_data(record: Mapping[str, Any], data: CalibrationData | None) -> Chec
         return DATA.record(Outcome.INCONCLUSIVE, why)
     share = _shared(recorded["marks"], data)
     if share is None:
-        return DATA.record(Outcome.FAIL, f"{RECORD_FILE}: data.marks are none, so nothing says how much of this text the model has seen")
+        return DATA.record(
+            Outcome.FAIL, f"{RECORD_FILE}: data.marks are not what a run writes, so nothing says how much of this text it has seen"
+        )
     if math.isnan(share):
         return DATA.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE}: the data of the calibration held no text, and this is one")
     if share >= _MOST_SHARED:
@@ -240,12 +242,17 @@ _MOST_SHARED = 0.25  # of the text, in which what templates and system prompts r
 def _shared(recorded: Any, data: CalibrationData) -> float | None:
     """How much of the data those of the calibration hold: of all marks, or of the samples; None where no run made such marks, NaN for none.
 
+    They are sorted, and since 2026-11-30 a digest stands beside them.
+
     A mark that comes again counts once, as templates and system prompts do; a sample that comes again counts each time.
     """
     every, text = (recorded.get("every"), recorded.get("hex")) if isinstance(recorded, Mapping) else (None, None)
     if type(every) is not int or every < 1 or every & (every - 1) or not isinstance(text, str) or _MARKS.fullmatch(text) is None:
         return None
-    known = {text[place : place + 8] for place in range(0, len(text), 8)}
+    held = [text[place : place + 8] for place in range(0, len(text), 8)]
+    known = set(held)
+    if recorded.get("sha256", marks_digest(every, text)) != marks_digest(every, text) or held != sorted(known):
+        return None
     if every > 1 and len(known) < _LEAST_MARKS:
         return None
     samples = [marks for row in token_rows(data.batches) if (marks := text_marks([row], every).marks)]

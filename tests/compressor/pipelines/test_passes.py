@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import compressor
-from compressor import AWQModifier, GPTQModifier, QuantizationModifier, WandaPruningModifier, load_compressed, oneshot
+from compressor import AWQModifier, GPTQModifier, Modifier, QuantizationModifier, State, WandaPruningModifier, load_compressed, oneshot
 from compressor.cli.main import main
 from compressor.entrypoints.oneshot import OneshotResult
-from compressor.errors import CompressorError, TargetError, TracingError
+from compressor.errors import CalibrationError, CompressorError, TargetError, TracingError
+from compressor.lifecycle import Event
+from compressor.lifecycle.modifier import CalibrationNeed
 from compressor.modifiers.schemes.base import SchemeModifier
 from tests import tiny
 
@@ -177,6 +179,77 @@ class Stack(nn.Module):
 def stack(layer: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return Stack(layer).eval()
+
+
+class Gained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gain = nn.RMSNorm(16), nn.Parameter(torch.ones(16))
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x) * self.gain * x.sigmoid())))
+
+
+class Reaching(Modifier):
+    """Writes to one tensor, past its version or not, as the second layer's `up` is compressed."""
+
+    calibration: ClassVar[CalibrationNeed] = "sequential"
+    contract_tags: ClassVar[frozenset[str]] = frozenset({"in_place"})
+    tensor: str
+    counted: bool
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch(name for name, _ in state.model.named_modules())
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        for name, module in state.model.named_modules():
+            if name.endswith(("up", "down")):
+                self.register_hook(module, lambda module, args: None, "forward_pre")
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        if "layers.1.up" in event.modules:
+            with torch.no_grad():
+                tensor = state.model.get_parameter(self.tensor)
+                (tensor if self.counted else tensor.data).mul_(0.25)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize(
+    ("tensor", "refused"),
+    [
+        ("layers.1.gain", "one"),
+        ("layers.1.norm.weight", "one"),
+        ("layers.0.down.weight", "one two suspend"),
+        ("embed.weight", "one two suspend"),
+        ("layers.1.up.weight", ""),
+        ("layers.1.down.weight", ""),
+    ],
+)
+def test_what_samples_have_run_past_may_not_change(tensor: str, refused: str, counted: bool) -> None:
+    for way, given in {"one": {"passes": "one"}, "two": {"passes": "two"}, "suspend": {"passes": "two", "engine": "suspend"}}.items():
+        model: Any = stack(Gained)
+        asked = {"recipe": Reaching(tensor=tensor, counted=counted), "dataset": IDS, "batch_size": 4, **given}
+        if way in refused.split():
+            with pytest.raises(CalibrationError, match=f"{tensor}: was changed as layers.1.* was compressed, and samples had run past it"):
+                oneshot(model, **asked)
+        else:
+            oneshot(model, **asked)
+
+
+def test_a_norm_that_a_stage_runs_anew_may_change_with_what_reads_it() -> None:
+    """Less waits before it than behind it, so that the stage begins there."""
+
+    class Plain(Gained):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(torch.relu(self.up(self.norm(x))))
+
+    asked: Any = {"recipe": Reaching(tensor="layers.1.norm.weight", counted=True), "dataset": IDS, "batch_size": 4}
+    assert oneshot(stack(Plain), passes="one", **asked).report is not None
 
 
 @pytest.mark.parametrize(

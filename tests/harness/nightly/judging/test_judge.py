@@ -112,6 +112,18 @@ def test_a_commit_that_ran_in_both_environments_bridges_them() -> None:
     assert judge([*at(old, "a-dirty"), *at(bridge, "a-dirty"), *worse]).verdict is Verdict.INCONCLUSIVE  # dirty in two ways
 
 
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_nights_of_the_bridging_commit_far_from_the_bridge_do_not_tell_the_factor(factor: float) -> None:
+    """The machine itself became another one half way, at one commit."""
+    old = at(series([100.0] * 21 + [100.0 * factor] * 21, environment="there"), "a")
+    here = series([200.0] * 46, seed=1)
+    same, worse = at(here[43:46], "b"), at(series([212.0] * 46, seed=1)[43:], "b")
+    change = judge([*old, *at(here[42:43], "a"), *worse]).changes[-1]
+    assert change.night == night_label(43) and change.low < 0.06 < change.high and abs(change.effect - 0.06) < 0.02
+    unchanged = judge([*old, *at(here[42:43], "a"), *same])
+    assert all(one.night < night_label(42) for one in unchanged.changes), unchanged.summary
+
+
 def beside(theirs: list[float], own: list[float], lag: int = 0) -> Judgement:
     """Two machines that measured the same commits from one night on, the other some nights later; the first is gone for long."""
     old = [replace(one, revision=f"commit{n}") for n, one in enumerate(series(theirs, seed=1, environment="there"))]

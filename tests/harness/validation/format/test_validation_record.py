@@ -50,7 +50,7 @@ def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
         ({"data": {"sha256": "e" * 64}}, "record.data", "inconclusive", "says nothing of what this text and that"),
         ({"data": {"sha256": "e" * 64, "marks": {"every": 1, "hex": ""}}}, "record.data", "inconclusive", "held no text"),
         *(
-            ({"data": {"sha256": "e" * 64, "marks": odd}}, "record.data", "fail", "data.marks are none")
+            ({"data": {"sha256": "e" * 64, "marks": odd}}, "record.data", "fail", "data.marks are not what a run writes")
             for odd in (
                 None,
                 [],
@@ -61,6 +61,11 @@ def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
                 {**MARKS, "every": True},
                 {**MARKS, "every": 3},
                 {**MARKS, "every": 2**17},
+                {**MARKS, "every": 2},
+                {**MARKS, "hex": MARKS["hex"][:-8]},
+                {**MARKS, "hex": MARKS["hex"][::-1]},
+                {"every": 1, "hex": MARKS["hex"][::-1]},
+                {"every": 1, "hex": "0" * len(MARKS["hex"])},
             )
         ),
         ({"data": {"sha256": "e" * 64, "marks": MARKS}}, "record.data", "fail", "100% of this text was in the calibration data"),
