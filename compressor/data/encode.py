@@ -90,19 +90,19 @@ def _checked_mask(mask: Any, name: str, ids: Tensor, where: str) -> Tensor:
     """A mask as bool, all True where there is none."""
     if mask is None:
         return torch.ones_like(ids, dtype=torch.bool)
-    checked = _as_tensor(mask, where).to("cpu")
+    checked = _as_tensor(mask, where, f"the numbers of {name}").to("cpu")
     if checked.shape != ids.shape:
         raise DatasetError(f"{where}: {name} {tuple(checked.shape)} and input_ids {tuple(ids.shape)} differ; make them equal")
     check_mask(checked, name, where)
     return checked.bool()
 
 
-def _as_tensor(value: Any, where: str) -> Tensor:
+def _as_tensor(value: Any, where: str, what: str = "token ids") -> Tensor:
     try:
         tensor = check_strided(torch.as_tensor(value), where)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DatasetError(
-            f"{where}: a {type(value).__name__} that is no flat list of integers stands where token ids should; repair this row"
+            f"{where}: a {type(value).__name__} that is no flat list of integers stands where {what} should; repair this row"
         ) from error
     return tensor[0] if tensor.dim() == 2 and len(tensor) == 1 else tensor  # a tokenizer's return_tensors="pt" of one text
 

@@ -362,6 +362,8 @@ def _is_default(name: str, row: Row) -> bool:
         return False
     try:
         numbers = torch.as_tensor(row.beside[name]).flatten().to("cpu", torch.int64)
+        if row.kind == "input_ids" and numbers.numel() != torch.as_tensor(row.value).numel():
+            return False
         ids = torch.as_tensor(row.value if name == "labels" else range(len(numbers))).flatten().to("cpu", torch.int64)
         if name == "labels" and row.mask is not None:
             real = torch.as_tensor(row.mask).flatten().to("cpu", torch.bool)

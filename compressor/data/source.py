@@ -400,6 +400,8 @@ def _reason(error: BaseException) -> str:
         return "it holds no row"
     if _SURPLUS in str(known):
         return _WHOLE
+    if "corresponds to no data" in str(known):
+        return "it holds no row"
     return " ".join(str(known).split())[:300].rstrip(".") or type(known).__name__
 
 
@@ -425,14 +427,17 @@ def _remedy(error: BaseException, is_local: bool) -> str:
 
 @contextmanager
 def _bars_on_terminals() -> Iterator[None]:
-    """Keep the bars of `datasets` out of files; what they had been set to comes back."""
+    """Keep the bars of `datasets` out of files, and its log of errors that it raises as well; what they had been set to comes back."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from datasets.utils import logging as log
 
-    hidden = are_progress_bars_disabled()
+    hidden, told = are_progress_bars_disabled(), log.get_verbosity()
+    log.set_verbosity(log.CRITICAL)
     if not sys.stderr.isatty():
         disable_progress_bars()
     try:
         yield
     finally:
+        log.set_verbosity(told)
         if not hidden:
             enable_progress_bars()

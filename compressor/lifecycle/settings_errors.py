@@ -74,7 +74,8 @@ def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath, nam
     if details["type"] == "extra_forbidden":
         return "there is no such setting", suggest(str(path[-1]), _setting_names(cls, path))
     if details["type"] == "missing":
-        return f"{details['loc'][-1]!r} is required", "add it"
+        missing = details["loc"][-1]
+        return (f"{missing!r} is required", "add it") if isinstance(missing, str) else ("it has too few entries", "add what is missing")
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, Exception):
         problem, _, advice = str(cause).removeprefix(f"{name}: ").rpartition("; ")

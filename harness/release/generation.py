@@ -16,7 +16,7 @@ from compressor.model.checkpoints.load import load_compressed as load_with_our_l
 from compressor.model.folder import read_config
 from compressor.model.loading.load import quiet_transformers
 from harness.release.candidate import Candidate, Check, rounding_modules, vocabulary_of
-from harness.release.tokenizer import has_tokenizer, read_tokenizer, special_ids
+from harness.release.tokenizer import read_tokenizer, special_ids
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 
@@ -110,8 +110,8 @@ def _loops(candidate: Candidate) -> CheckRecord:
 
 
 def _special(candidate: Candidate) -> CheckRecord:
-    special = special_ids(read_tokenizer(candidate.base)) if has_tokenizer(candidate.base) else set()
-    special -= ends_of(candidate.base_model)
+    own = read_tokenizer(candidate.base)
+    special = set() if own is None else special_ids(own) - ends_of(candidate.base_model)
     if not special:
         return SPECIAL.record(Outcome.PASS, "the base has no special token beside those that end a text")
     findings = []

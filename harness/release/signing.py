@@ -119,7 +119,7 @@ def _records(candidate: Candidate, progress: Progress) -> Iterator[CheckRecord]:
 def _rows(source: Any, base: Path, policy: ReleasePolicy) -> list[list[int]]:
     """Token ids for the prompts; `validate` has read the data before, so that what is wrong with them is told by it."""
     asked = policy.generation
-    tokenizer_ = tokenizer.read_tokenizer(base) if tokenizer.has_tokenizer(base) else None
+    tokenizer_ = tokenizer.read_tokenizer(base)
     opened = open_source(source, DataSettings(), batch_size=None, shuffle_seed=None, tokenizer=tokenizer_)
     least = 2 * asked.prompts + asked.long_context // 16
     positions = read_config(base).get("max_position_embeddings")

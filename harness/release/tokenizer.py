@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from compressor.model.loading.load import quiet_transformers
+from compressor.errors import ModelError
+from compressor.model.loading.load import load_tokenizer, quiet_transformers
 from harness.release.candidate import Candidate, Check
 from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
-from harness.validation.format.files import TOKENIZER_FILES
-from harness.validation.loading import LOADER_ERRORS, first_line
+from harness.validation.loading import first_line
 
 VOCABULARY = Claim("tokenizer.vocabulary", "Every token has the id that it has in the base")
 SPECIAL = Claim("tokenizer.special_tokens", "Special and added tokens are the base's")
@@ -35,17 +35,13 @@ def read_tokenizer(folder: Path) -> Any:
         folder: of a model.
 
     Returns:
-        A tokenizer of transformers.
+        A tokenizer of transformers; None where the folder holds none.
+
+    Raises:
+        ModelError: it cannot be loaded.
     """
-    from transformers import AutoTokenizer
-
     with quiet_transformers():
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Say whether a folder has any file of a tokenizer."""
-    return any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern))
+        return load_tokenizer(folder)
 
 
 def special_ids(tokenizer: Any) -> set[int]:
@@ -106,13 +102,16 @@ _LOOKS = {VOCABULARY: _vocabulary, SPECIAL: _special, SETTINGS: _settings, TEXTS
 
 
 def _look(claim: Claim, candidate: Candidate) -> CheckRecord:
-    if not has_tokenizer(candidate.base):
+    own = read_tokenizer(candidate.base)
+    if own is None:
         return claim.skipped("the base has no tokenizer")
     try:
         other = read_tokenizer(candidate.compressed)
-    except LOADER_ERRORS as error:
+    except ModelError as error:
         return claim.record(Outcome.FAIL, f"transformers cannot read it: {first_line(error)}")
-    findings, summary = _LOOKS[claim](read_tokenizer(candidate.base), other)
+    if other is None:
+        return claim.record(Outcome.FAIL, "it has none, and the base has one")
+    findings, summary = _LOOKS[claim](own, other)
     return claim.found(findings, summary, noun="difference")
 
 

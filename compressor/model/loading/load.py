@@ -425,8 +425,11 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> PreTrainedT
         return None
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except LOAD_ERRORS as error:
-        raise ModelError(f"{folder}: its tokenizer cannot be loaded ({one_line(error)}); {remedy(error)}") from error
+    except Exception as error:  # the package tokenizers, written in Rust, raises Exception itself
+        if type(error) is not Exception and not isinstance(error, LOAD_ERRORS):
+            raise
+        advice = remedy(error, "restore its files, or install the tokenizers and transformers that wrote them")
+        raise ModelError(f"{folder}: its tokenizer cannot be loaded ({one_line(error)}); {advice}") from error
 
 
 def _refuse_lazy(model: nn.Module) -> None:

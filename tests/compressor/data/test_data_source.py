@@ -223,6 +223,25 @@ def test_a_name_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path) -> Non
         assert "\n" not in str(caught.value) and str(caught.value).startswith(source)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.csv", "text\né\n".encode("latin-1"), "convert the file to UTF-8"),
+        ("a.json", b"5", "repair the file"),
+        ("b.json", b"[]", "no row"),
+    ],
+)
+def test_what_the_library_logs_of_a_file_is_not_told_beside_the_error(
+    tmp_path: Path, name: str, content: bytes, told: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / name).write_bytes(content)
+    before = datasets.utils.logging.get_verbosity()
+    with pytest.raises(DatasetError, match=told):
+        ids_of(str(tmp_path / name))
+    assert capfd.readouterr().err == "" and datasets.utils.logging.get_verbosity() == before
+
+
 def test_a_file_that_is_not_there_is_told_though_a_split_was_named(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"no such file; check the path \(a dataset of the hub is named owner/name"):
         ids_of(str(tmp_path / "nowhere.jsonl"), split="train[:3]")

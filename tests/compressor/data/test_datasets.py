@@ -161,6 +161,7 @@ INPUTS = {"position_ids", "token_type_ids", "pixel_values"}
 BESIDE: list[tuple[dict[str, Any], str | None]] = [
     ({"position_ids": [0, 1, 0, 1]}, "position_ids"),
     ({"position_ids": [0, 1, 2, 3]}, None),
+    ({"position_ids": [0, 1, 2]}, "position_ids"),
     ({"token_type_ids": [0, 0, 1, 1]}, "token_type_ids"),
     ({"token_type_ids": [0, 0, 0, 0]}, None),
     ({"pixel_values": [0.0, 0.0, 0.0, 0.0]}, "pixel_values"),
@@ -309,6 +310,10 @@ BAD_FILES = {
     "null.jsonl": ('{"text": null}', "null.jsonl line 1: a NoneType stands"),
     "columns.jsonl": ('{"prompt": "a", "answer": "b"}', r"columns.jsonl line 1: none of the columns \['answer', 'prompt'\] is 'text'"),
     "ids.jsonl": ('{"input_ids": [1, [2]]}', "ids.jsonl line 1: a list that is no flat list of integers"),
+    "mask.jsonl": (
+        '{"input_ids": [1], "attention_mask": "1"}',
+        "mask.jsonl line 1: a str that is no flat list of integers stands where the numbers of attention_mask should",
+    ),
     "floats.jsonl": ('{"input_ids": [1.5]}', "floats.jsonl line 1: torch.float32"),
     "negative.jsonl": ('{"input_ids": [1, -100]}', "negative.jsonl line 1: the token id -100 is negative"),
     "broken.parquet": ("no parquet", "broken.parquet: this is no readable parquet"),

@@ -127,6 +127,9 @@ DEFECTS: dict[str, tuple[Plant, str]] = {
     "chat template without the prompt": (
         a_file("chat_template.jinja", TEMPLATE.partition("{% if add")[0].encode()), "tokenizer.chat_template"
     ),
+    "tokenizer of an unknown kind": (
+        lambda r: r.edit_json("tokenizer.json", lambda d: d["model"].update(type="Later")), "tokenizer.vocabulary"
+    ),
     "tokenizer lost": (lambda r: [path.unlink() for path in r.compressed.glob("tokenizer*")], "tokenizer.vocabulary"),
     # settings of generation
     "generation_config lost": (lambda r: (r.compressed / "generation_config.json").unlink(), "files.generation_config"),

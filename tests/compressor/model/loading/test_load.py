@@ -126,6 +126,13 @@ def _dangle(path):
     path.symlink_to("../blobs/0123")
 
 
+def _rename_tokenizer(folder):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["model"]["type"] = "Later"
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
 _DAMAGE = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json was found"),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "config.json: not valid JSON"),
@@ -174,6 +181,7 @@ _DAMAGE = {
     "a config that links to nothing": (lambda d: _dangle(d / "config.json"), "config.json link to what is not there"),
     "a tokenizer that links to nothing": (lambda d: _dangle(d / "tokenizer.json"), "tokenizer.json link to what is not there"),
     "damaged tokenizer": (lambda d: (d / "tokenizer.json").write_text("{}"), "its tokenizer cannot be loaded"),
+    "a tokenizer of a kind that nobody knows": (_rename_tokenizer, r"its tokenizer cannot be loaded \(.*\); restore its files, or install"),
     "already quantized": (lambda d: _edit_config(d, quantization_config={"quant_method": "gptq"}), r"is quantized already \(gptq\)"),
     "a part is quantized": (
         lambda d: _edit_config(d, text_config={"quantization_config": {"quant_method": "awq"}}),
