@@ -39,6 +39,7 @@ from compressor.tracing.footprint import Footprint
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.picked_rows import rows_picked_by_values
 from compressor.tracing.targets.call_order import plain_forward
+from compressor.tracing.traces import PythonValues
 
 _NUMBERS = 1024  # of a weight, or a few more
 _MOST_SUMMED = 1 << 20  # numbers of a tensor: norms and gains, not the layers behind
@@ -155,37 +156,43 @@ def check_alike(state: State, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def unchanged_behind(state: State, passed: Collection[str], names: Collection[str]) -> Iterator[None]:
+def unchanged_elsewhere(state: State, fixed: Collection[str], names: Collection[str], targets: Collection[str]) -> Iterator[None]:
     """Refuse that a stage is compressed by a change of what samples have run past: what follows was fed by what it was.
 
     Writes that torch does not count (`tensor.data`) are seen in tensors of up to a million numbers that a modifier touches.
 
     Args:
         state: its model.
-        passed: dotted names of the modules and tensors that samples have used.
+        fixed: dotted names of the modules and tensors that may not change, such as those that samples have used.
         names: of the modules that may change.
+        targets: of the run; Python values outside of them may not change either, for code that has been recorded holds what they were.
 
     Raises:
-        CalibrationError: a parameter of these is another one, or has been written to.
+        CalibrationError: a parameter of these is another one, or has been written to; or an attribute is another one.
     """
 
     def look() -> dict[str, tuple[Tensor, int, int]]:
         return {
             name: (one, 0 if one.is_inference() else one._version, checksum(one) if owner in touched and _is_small(one) else 0)
             for name, one in state.model.named_parameters()
-            if not behind.isdisjoint(outward(name)) and (owner := name.rpartition(".")[0]) not in within
+            if not stay.isdisjoint(outward(name)) and (owner := name.rpartition(".")[0]) not in within
         }
 
-    behind, within, touched = frozenset(passed), frozenset(names), frozenset(state.touched)
-    before = look()
+    stay, within, touched = frozenset(fixed), frozenset(names), frozenset(state.touched)
+    stage = next(iter(names)) or "the model"
+    before, values = look(), PythonValues(state.model, targets, whole=True)
     yield
-    now = look()
+    now, change = look(), values.change(PythonValues(state.model, targets, whole=True))
+    if change:
+        raise CalibrationError(
+            f"{change}, since {stage} was compressed, and code between the layers may have run with what it was; change it "
+            'before calibration begins, or give pipeline="basic"'
+        )
     for name, (tensor, *prints) in before.items():
         if name not in now or now[name][0] is not tensor or list(now[name][1:]) != prints:
             raise CalibrationError(
-                f"{name}: was changed as {next(iter(names))} was compressed, and samples had run past it, so that what follows would learn "
-                "from what it was; change only what event.modules names, or give passes='two', where that is a whole layer, or "
-                'pipeline="basic"'
+                f"{name}: was changed as {stage} was compressed, which is not in it, and others would learn from what is no longer so; "
+                "change only what event.modules names, or give passes='two', where that is a whole layer, or pipeline=\"basic\""
             )
 
 

@@ -33,7 +33,7 @@ from compressor.pipelines.forward_checks import (
     picked_rows,
     refuse_exchanged,
     set_token_mask,
-    unchanged_behind,
+    unchanged_elsewhere,
     watched_modules,
     weights_held_to,
 )
@@ -202,7 +202,9 @@ def _pass_stages(
                 with memory_explained(state.model, stage.name, "brought to the device", stage.module_names):
                     weights.hold(stage.module_names)
                 called = outside if plan.engine == "suspend" else ()  # graphs know what a stage runs anew
-                _run_stage(session, running, stage, bar, settings.propagate_error, journal, len(plan.stages), called)
+                _run_stage(
+                    session, running, stage, bar, settings.propagate_error, journal, len(plan.stages), called, plan.partition.targets
+                )
         weights.hold(())
     _check_called(session, running.uncalled, settings.targets)
     _note_late(state, early if settings.propagate_error else ())
@@ -284,6 +286,7 @@ def _run_stage(
     journal: StageJournal,
     num_stages: int,
     outside: Collection[str],
+    targets: Collection[str],
 ) -> None:
     names, model = stage.module_names, session.state.model
     session.state.monitor.begin_stage()
@@ -309,7 +312,9 @@ def _run_stage(
         if is_finished:
             journal.restore_stage(session)
         else:
-            with unchanged_behind(session.state, stage.passed.union(outside), names):
+            # Without propagation what comes later is calibrated on the model as it was, too.
+            fixed = stage.passed.union(outside) if propagate_error else [name for name, _ in model.named_parameters()]
+            with unchanged_elsewhere(session.state, fixed, names, targets):
                 session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             check_alike(session.state, names)
             journal.finish_stage(session)

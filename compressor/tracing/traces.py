@@ -175,12 +175,13 @@ _MOST_SAID = 60  # characters of a value
 class PythonValues:
     """What Python code between targets can read, as it is now."""
 
-    def __init__(self, model: nn.Module, targets: Collection[str]) -> None:
+    def __init__(self, model: nn.Module, targets: Collection[str], *, whole: bool = False) -> None:
         """Look at a model.
 
         Args:
             model: as it was afterwards.
             targets: dotted names.
+            whole: leave out attributes of the targets themselves, too.
         """
         self._targets = frozenset(targets)
         self._seen: set[int] = set()
@@ -190,7 +191,7 @@ class PythonValues:
         self._values |= {"torch is_inference_mode_enabled": torch.is_inference_mode_enabled()}
         self._values |= {f"torch autocast {kind}": (on, dtype) for kind, on, dtype in modes.autocast}
         for name, module in model.named_modules():
-            if not self._is_inside(name):
+            if not self._is_inside(name) and not (whole and name in self._targets):
                 self._look_at(name, module)
         del self._seen, self._held
 

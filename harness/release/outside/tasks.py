@@ -95,7 +95,10 @@ def _ask(candidate: Candidate, side: str, python: Path, path: Path, task: str, f
 
 def _read(output: Path, task: str) -> _Answers:
     """What each document got, more is better; metrics that have no number from 0 to 1 a document are left out."""
-    (results,), samples = [*output.rglob("results_*.json")], [*output.rglob(f"samples_{task}_*.jsonl")]
+    written, samples = [*output.rglob("results_*.json")], [*output.rglob(f"samples_{task}_*.jsonl")]
+    if len(written) != 1:
+        raise ValueError(f"{len(written)} files of results were written, and one is wanted")
+    (results,) = written
     better = from_json(results.read_text(encoding="utf-8"))["higher_is_better"][task]
     found: dict[tuple[str, str, int, str], float] = {}
     for row in (from_json(line) for path in samples for line in path.read_text(encoding="utf-8").splitlines()):

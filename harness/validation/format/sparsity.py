@@ -14,9 +14,11 @@ from harness.validation.format.record import RECORD_FILE, read_record
 from harness.validation.subject import Subject
 
 SPARSITY = Claim("weights.sparsity", "The zeros that the compressor's record promises are in the file, in their pattern")
-_PATTERN = re.compile(r"^(\d+):(\d+), ")
-_WHOLE = re.compile(r"^(channel|filter|block_(\d+),(\d+)), (\d+(?:\.\d+)?)% zeros")
-_ANYWHERE = re.compile(r"^(unstructured, .*)?$")
+_SHARE = r", (?:(?P<percent>\d+(?:\.\d+)?)% zeros(?: of all together|, by outliers)?|[\d.e-]+ to [\d.e-]+ zeros)$"
+_PATTERN = re.compile(rf"^(\d+):(\d+){_SHARE}")
+_WHOLE = re.compile(rf"^(channel|filter|block_(\d+),(\d+)){_SHARE}")
+_ANYWHERE = re.compile(rf"^(unstructured{_SHARE})?$")
+_ROUNDED = 1e-4  # of a share in percent with four digits
 _ROUNDING = 1e-6  # of a share that was written as a decimal number
 
 
@@ -92,12 +94,17 @@ def _faults(weight: torch.Tensor, share: Any, structures: list[str]) -> Iterator
 
 def _faults_of(weight: torch.Tensor, structure: str) -> Iterator[str]:
     pattern, whole = _PATTERN.match(structure), _WHOLE.match(structure)
-    if pattern is not None and 0 < int(pattern[1]) < int(pattern[2]) <= weight.shape[-1]:
+    if pattern is not None and 0 < int(pattern[1]) < int(pattern[2]) <= weight.shape[-1] and _is_share_of(pattern):
         yield from _broken_runs(weight, int(pattern[1]), int(pattern[2]))
     elif whole is not None and (size := _block_size(weight, whole)):
         yield from _missing_blocks(weight, whole, size)
     elif _ANYWHERE.match(structure) is None:
         yield f"{RECORD_FILE} says pruned={structure!r}, which is nothing that a weight {list(weight.shape)} can be"
+
+
+def _is_share_of(pattern: re.Match[str]) -> bool:
+    """Whether the share beside a pattern N:M is the one that it leaves."""
+    return pattern["percent"] is None or abs(float(pattern["percent"]) / 100 - (1 - int(pattern[1]) / int(pattern[2]))) < _ROUNDED
 
 
 def _broken_runs(weight: torch.Tensor, kept: int, block: int) -> Iterator[str]:
@@ -120,6 +127,6 @@ def _missing_blocks(weight: torch.Tensor, structure: re.Match[str], size: tuple[
     """Count the rows, columns or blocks of nothing but zeros; others may hold zeros, too, as rounding makes them."""
     zero = (weight == 0).flatten(2).all(-1) if weight.dim() > 2 else weight == 0
     empty = zero.unfold(0, size[0], size[0]).unfold(1, size[1], size[1]).all(-1).all(-1)
-    found, wanted = int(empty.sum()), int(float(structure[4]) / 100 * empty.numel() + _ROUNDING)
+    found, wanted = int(empty.sum()), int(float(structure["percent"] or 0) / 100 * empty.numel() + _ROUNDING)
     if found < wanted:
         yield f"{found} of {empty.numel()} are zero as a whole ({structure[1]}), and {wanted} were promised"

@@ -235,7 +235,45 @@ def test_what_samples_have_run_past_may_not_change(tensor: str, refused: str, co
         model: Any = stack(Gained)
         asked = {"recipe": Reaching(tensor=tensor, counted=counted), "dataset": IDS, "batch_size": 4, **given}
         if way in refused.split():
-            with pytest.raises(CalibrationError, match=f"{tensor}: was changed as layers.1.* was compressed, and samples had run past it"):
+            with pytest.raises(CalibrationError, match=f"{tensor}: was changed as layers.1.* was compressed, which is not in it"):
+                oneshot(model, **asked)
+        else:
+            oneshot(model, **asked)
+
+
+@pytest.mark.parametrize("tensor", ["layers.0.up.weight", "embed.weight", "layers.1.down.weight", "layers.1.up.weight"])
+def test_without_propagation_nothing_outside_of_the_stage_may_change(tensor: str) -> None:
+    for engine in ("graph", "suspend"):
+        asked: Any = {"recipe": Reaching(tensor=tensor, counted=True), "dataset": IDS, "batch_size": 4, "engine": engine}
+        if tensor.startswith("layers.1"):
+            oneshot(stack(Gained), propagate_error=False, **asked)
+        else:
+            with pytest.raises(CalibrationError, match=f"{tensor}: was changed as layers.1 was compressed, which is not in it"):
+                oneshot(stack(Gained), propagate_error=False, **asked)
+
+
+class Setting(Reaching):
+    """Sets an attribute instead."""
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        if "layers.0.up" in event.modules:
+            holder, _, name = self.tensor.rpartition(".")
+            setattr(state.model.get_submodule(holder), name, 0.5)
+            with torch.no_grad():
+                state.model.get_parameter("layers.0.up.weight").mul_(0.5)
+
+
+@pytest.mark.parametrize(("attribute", "refused"), [("factor", "one two suspend"), ("layers.1.factor", "one"), ("layers.1.up.factor", "")])
+def test_what_code_between_layers_reads_may_not_change_either(attribute: str, refused: str) -> None:
+    class Factored(Gained):
+        factor = 1.0
+
+    for way, given in {"one": {"passes": "one"}, "two": {"passes": "two"}, "suspend": {"passes": "two", "engine": "suspend"}}.items():
+        model: Any = stack(Factored)
+        model.factor = model.layers[1].factor = model.layers[1].up.factor = 1.0
+        asked: Any = {"recipe": Setting(tensor=attribute, counted=True), "dataset": IDS, "batch_size": 4, **given}
+        if way in refused.split():
+            with pytest.raises(CalibrationError, match=f"{attribute} was 1.0 and is 0.5, since layers.0.* was compressed"):
                 oneshot(model, **asked)
         else:
             oneshot(model, **asked)

@@ -196,6 +196,23 @@ def test_rows_of_a_weight_that_lies_as_in_by_out_are_its_columns(tmp_path):
     assert check_sparsity(read_subject(tmp_path / "base", tmp_path / "out")).outcome == "pass"
 
 
+@pytest.mark.parametrize(
+    ("said", "outcome"),
+    [
+        ("2:4, 50% zeros", "pass"),
+        ("2:4, 50% zeros; unstructured, 0.2 to 0.5 zeros", "pass"),
+        ("unstructured, 50% zeros, by outliers", "pass"),
+        *((said, "fail") for said in ("2:4, 90% zeros", "2:4, 50% zero", "2:4, 50% zeros and more", "unstructured, some zeros", "2:4")),
+    ],
+)
+def test_what_the_record_says_of_zeros_is_read_to_its_end(workspace, pruned, said, outcome):
+    record = json.loads((pruned / "compression.json").read_text())
+    for entry in record["modules"].values():
+        entry["details"]["pruned"] = said
+    (pruned / "compression.json").write_text(json.dumps(record))
+    assert sparsity_of(workspace, pruned).outcome == outcome
+
+
 def test_a_pruned_module_that_is_not_there_is_named(workspace, pruned):
     record = json.loads((pruned / "compression.json").read_text())
     record["modules"]["model.layers.9.mlp.up_proj"] = {"details": {"sparsity": 0.5}}
