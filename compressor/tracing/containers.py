@@ -11,7 +11,7 @@ import logging
 import sys
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -188,20 +188,23 @@ class Walk:
         containers: by identity, classes among them.
         tensors: by identity; the memory of numpy arrays as bytes.
         generators: by identity.
+        instruments: objects of this package that are no modules, such as hooks that turn what a layer is handed.
     """
 
-    def __init__(self, model: nn.Module, but: Collection[nn.Module] = ()) -> None:
+    def __init__(self, model: nn.Module, but: Collection[nn.Module] = (), of: Sequence[Any] | None = None) -> None:
         """Look at a model.
 
         Args:
             model: is only looked at.
             but: modules whose own attributes do not count.
+            of: look at these alone, and into no module; None: at the model and at the hooks of all modules.
         """
+        self.instruments: list[Any] = []
         self.containers: dict[int, Any] = {}
         self.tensors: dict[int, Tensor] = {}
         self.generators: dict[int, Any] = {}
-        self._seen: set[int] = {id(vars(module)) for module in but}
-        self._queue: list[Any] = [*GLOBAL_HOOKS, model]
+        self._seen: set[int] = {id(vars(module)) for module in but} | (set() if of is None else set(map(id, model.modules())))
+        self._queue: list[Any] = [*GLOBAL_HOOKS, model] if of is None else [*of]
         self._held: list[Any] = []  # so that no identity is used twice
         limit = _MAX_OBJECTS + _OBJECTS_A_MODULE * sum(1 for _ in model.modules())
         while self._queue and len(self._seen) < limit:
@@ -232,6 +235,8 @@ class Walk:
 
     def _visit_object(self, value: Any) -> None:
         self._held.append(value)
+        if type(value).__module__.startswith("compressor.") and not isinstance(value, nn.Module):
+            self.instruments.append(value)
         self._queue.extend(_PARTS[type(value)](value) if type(value) in _PARTS else ())
         if isinstance(value, np.ndarray):
             if value.dtype.kind in "biufc" and value.size and value.flags.writeable and value.flags.c_contiguous:

@@ -189,6 +189,7 @@ class Footprint:
         self._state = TorchState.current(foreign=True)
         found = Walk(model)
         self._containers = [(one, content(one)) for one in found.containers.values()]
+        self._instruments = Walk(model, of=found.instruments).containers
         self._generators = [(one, generator_state(one)) for one in found.generators.values()]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             self._tensors = [KeptTensor(one) for one in found.tensors.values()]
@@ -307,6 +308,7 @@ class Footprint:
         modules = set(self._model.modules())
         own = {(id(table), name) for module, name in noted if module in modules for table in (vars(module), module._buffers)}
         set_up = {id(vars(module).get(name)) for module in self._model.modules() for name in OF_EVERY_MODULE - {"_buffers"}}
+        set_up |= self._instruments.keys()
         odd = (one for one, kept in moved if id(one) not in set_up and any((id(one), key) not in own for key in _moved(one, kept)))
         place = next((place_of(self._model, one) for one in odd), "") or (written is not None and place_of(self._model, written)) or ""
         return place and f"the forward leaves something in {place}, where another batch may find it"
@@ -363,7 +365,7 @@ class HeldContainers:
         tables = {
             id(table) for module in model.modules() for table in (vars(module), *(vars(module).get(name) for name in OF_EVERY_MODULE))
         }
-        left_out = tables | set(known) | {id(one) for one in GLOBAL_HOOKS}
+        left_out = tables | set(known) | {id(one) for one in GLOBAL_HOOKS} | Walk(model, of=found.instruments).containers.keys()
         self._model, self._containers = model, [(one, content(one)) for key, one in found.containers.items() if key not in left_out]
         with torch._C.DisableTorchFunction(), torch.no_grad():
             held = (one for key, one in found.tensors.items() if key not in left_out and not isinstance(one, nn.Parameter))
