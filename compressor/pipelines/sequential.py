@@ -265,6 +265,15 @@ def _beside(
             )
         return None
     check_base_stream(session.modifiers, plan.engine, plan.why)
+    if asking.keys() & {"required", "wanted"} and (late := plan.run_late(watched_modules(session))):
+        why = f"{some(late)}: the forward uses it again after later layers, compressed by then"
+        if "required" in asking:
+            raise TracingError(
+                f"{asking['required']}: target 'base' runs the uncompressed model beside the other, which cannot be had here ({why}); give "
+                "passes='two', or leave it out"
+            )
+        session.state.report.notes.append(f"the uncompressed model did not run beside the other ({why})")
+        return None
     return session.only_base_hooks if "required" in asking or ("wanted" in asking and runs_once) else None
 
 

@@ -336,7 +336,9 @@ COMMAND = Actions(
             NightSettings,
             _run_night,
             exit_codes(
-                "every cell passed, no metric is worse", "a metric is worse, or a cell failed", "a cell could not tell, or is quarantined"
+                "every cell passed, no metric is worse",
+                "a metric is worse, or a cell failed",
+                "a cell could not tell, or fails in quarantine",
             ),
         ),
         "judge": Command(

@@ -197,6 +197,46 @@ def test_by_default_few_bits_take_it_where_layers_run_once(shifts: Shifts) -> No
     assert shifts and all(shift is None for _, shift in shifts.values())
 
 
+class _Again(nn.Module):
+    """A stack whose layers run twice, one way or the other."""
+
+    def __init__(self, twice: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2))
+        self.twice = twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2 if self.twice == "stack" else 1):
+            for layer in self.layers:
+                x = x + layer(x)
+                x = x + layer(x / 2) if self.twice == "layer" else x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("twice", "passes", "runs"), [("layer", "one", False), ("layer", "two", True), ("stack", "two", False), ("", "one", True)]
+)
+def test_where_a_layer_is_used_again_when_it_is_compressed_there_is_no_uncompressed_model(
+    twice: str, passes: Any, runs: bool, shifts: Shifts
+) -> None:
+    """Its second call would run with the compressed one."""
+    torch.manual_seed(0)
+    batches = DataLoader([{"x": torch.randn(2, 9, 16)} for _ in range(3)], batch_size=None)  # type: ignore[arg-type]
+    asked: Any = {"dataset": batches, "passes": passes}
+    if not runs:
+        with pytest.raises(
+            TracingError, match=r"target 'base' .* cannot be had here \(layers.0.*the forward uses it again after later layers"
+        ):
+            oneshot(_Again(twice).eval(), recipe=gptq((), target="base"), **asked)
+        if passes == "one":
+            result = oneshot(_Again(twice).eval(), recipe=gptq(()), **asked)
+            assert any("the uncompressed model did not run beside the other (layers.0" in note for note in result.report.notes)
+            assert all(shift is None for _, shift in shifts.values())
+        return
+    oneshot(_Again(twice).eval(), recipe=gptq((), target="base"), **asked)
+    assert any(shift is not None for _, shift in shifts.values())
+
+
 def test_asked_for_it_is_an_error_where_it_cannot_be_had() -> None:
     with pytest.raises(TracingError, match="target 'base' runs the uncompressed model beside the other, which the suspend engine cannot"):
         oneshot(llama(), recipe=gptq(target="base"), dataset=IDS, batch_size=4, engine="suspend")
