@@ -212,7 +212,7 @@ def take_token_mask(batch: Batch, where: str) -> tuple[Batch, Tensor | None]:
         The batch without its `loss_mask`, which no model takes; and bool [batch, sequence], True for a token that counts, None when all do.
 
     Raises:
-        DatasetError: the `loss_mask` is not of the shape of the tokens, or a mask holds something else than 0 and 1.
+        DatasetError: a mask is not of the shape of the tokens, or holds something else than 0 and 1.
     """
     if not isinstance(batch, dict):
         return batch, None
@@ -222,6 +222,9 @@ def take_token_mask(batch: Batch, where: str) -> tuple[Batch, Tensor | None]:
     rest = {name: tensor for name, tensor in batch.items() if name != "loss_mask"}
     mask, loss_mask = batch.get("attention_mask"), batch.get("loss_mask")
     real = mask.bool() if mask is not None and mask.dim() == 2 else None
+    ids = batch.get("input_ids")
+    if real is not None and ids is not None and ids.dim() == 2 and real.shape != ids.shape:
+        raise DatasetError(f"{where}: attention_mask {tuple(real.shape)} and input_ids {tuple(ids.shape)} differ; make them equal")
     if loss_mask is not None:
         wanted = real.shape if real is not None else leading_tensor(rest).shape[:2] if rest else None
         if loss_mask.dim() != 2 or loss_mask.shape != wanted:

@@ -184,6 +184,7 @@ def _joined(rows: Iterable[Tokens], length: int) -> Iterator[Tokens]:
 def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -> CalibrationData:
     batches: list[Batch] = []
     raw_batches: list[Batch] = []
+    digests: list[str] = []
     masks: list[Tensor | None] = []
     taken = 0
     for index, raw in enumerate(read_through(loader, "dataset batch", "the DataLoader")):
@@ -201,12 +202,19 @@ def _from_loader(loader: Iterable[Any], num_samples: int, longest: int | None) -
         rest, mask = take_token_mask(batch, f"dataset batch {index}")
         batches.append(rest)
         raw_batches.append(batch)
+        digests.append(hash_batches([batch]))
         masks.append(mask)
         taken += lead.shape[0]
         if taken >= num_samples:
             break
     if not batches:
         raise DatasetError("dataset: the DataLoader gave no batch; give data to calibrate with")
+    for index, (batch, digest) in enumerate(zip(raw_batches, digests, strict=True)):
+        if hash_batches([batch]) != digest:
+            raise DatasetError(
+                f"dataset batch {index}: the loader has written to it after it had given it, as one does that fills one tensor for all; "
+                "give each batch tensors of its own (clone them)"
+            )
     num_tokens = sum(_count_tokens(batch, mask) for batch, mask in zip(batches, masks, strict=True))
     if not num_tokens:
         raise DatasetError(

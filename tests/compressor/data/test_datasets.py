@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from compressor import oneshot
 from compressor.data import CalibrationData, input_columns, load_dataset_source
@@ -284,6 +285,22 @@ def test_a_loader_is_taken_as_it_is_up_to_the_number_of_samples() -> None:
 
     features = load_dataset_source(DataLoader(torch.ones(5, 7), batch_size=5))
     assert features.num_tokens == 5 and isinstance(features.batches[0], tuple)
+
+
+@pytest.mark.parametrize("past_versions", [False, True])
+def test_a_loader_that_fills_one_tensor_for_all_batches_is_refused(past_versions: bool) -> None:
+    class Filling(IterableDataset[dict[str, torch.Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            ids, mask = torch.zeros(2, 4, dtype=torch.int64), torch.ones(2, 4, dtype=torch.int64)
+            for number in range(2):
+                (ids.data if past_versions else ids).fill_(number)
+                yield {"input_ids": ids, "attention_mask": mask}
+
+    with pytest.raises(DatasetError, match=r"batch 0: the loader has written to it after it had given it"):
+        load_dataset_source(DataLoader(Filling(), batch_size=None))
+    one, mask = torch.arange(4)[None], torch.ones(1, 4, dtype=torch.int64)  # the same mask for all is no such thing
+    shared = [{"input_ids": one, "attention_mask": mask}, {"input_ids": one + 4, "attention_mask": mask}]
+    assert load_dataset_source(DataLoader(shared, batch_size=None)).num_tokens == 8  # type: ignore[arg-type]
 
 
 def test_length_defaults_to_what_the_model_takes() -> None:

@@ -130,6 +130,10 @@ def test_a_loader_may_give_one_with_its_batches() -> None:
     ("given", "message"),
     [
         ([{"input_ids": [1, 2], "loss_mask": [1]}], r"row 0: loss_mask \(1,\) and input_ids \(2,\) differ"),
+        (
+            loader(input_ids=torch.ones(2, 3).long(), attention_mask=torch.ones(2, 2)),
+            r"attention_mask \(2, 2\) and input_ids \(2, 3\) differ",
+        ),
         ([{"input_ids": [1, 2], "loss_mask": "no"}], r"row 0: a str that is no flat list"),
         ([{"text": "a b", "loss_mask": [1]}], r"row 0: loss_mask was given beside 'text', but it speaks of tokens; give input_ids"),
         (loader(input_ids=torch.ones(2, 3).long(), loss_mask=torch.ones(2, 2)), r"batch 0: loss_mask \(2, 2\) is not \[batch, sequence\]"),
