@@ -265,7 +265,9 @@ def _beside(
             )
         return None
     check_base_stream(session.modifiers, plan.engine, plan.why)
-    if asking.keys() & {"required", "wanted"} and (late := plan.run_late(watched_modules(session))):
+    if "required" not in asking and not ("wanted" in asking and runs_once):
+        return None
+    if late := plan.run_late(watched_modules(session)):
         why = f"{some(late)}: the forward uses it again after later layers, compressed by then"
         if "required" in asking:
             raise TracingError(
@@ -274,7 +276,7 @@ def _beside(
             )
         session.state.report.notes.append(f"the uncompressed model did not run beside the other ({why})")
         return None
-    return session.only_base_hooks if "required" in asking or ("wanted" in asking and runs_once) else None
+    return session.only_base_hooks
 
 
 def _open_store(state: State, plan: Plan, settings: SequentialSettings, weights_wait: bool) -> AbstractContextManager[ValueStore | None]:
