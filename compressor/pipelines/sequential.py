@@ -201,7 +201,9 @@ def _pass_stages(
                 early = tuple(state.ranks.union(tuple(outside)))
                 with memory_explained(state.model, stage.name, "brought to the device", stage.module_names):
                     weights.hold(stage.module_names)
-                called = outside if plan.engine == "suspend" else ()  # graphs know what a stage runs anew
+                # Graphs know what a stage runs anew. Of a module that still runs, such as the model, its own tensors alone were used.
+                own = [f"{name}.{key}".lstrip(".") for name in outside for key in state.model.get_submodule(name)._parameters]
+                called = own if plan.engine == "suspend" else []
                 _run_stage(
                     session, running, stage, bar, settings.propagate_error, journal, len(plan.stages), called, plan.partition.targets
                 )

@@ -192,12 +192,13 @@ class Gained(nn.Module):
 
 
 class Reaching(Modifier):
-    """Writes to one tensor, past its version or not, as the second layer's `up` is compressed."""
+    """Writes to one tensor, past its version or not, as a layer's `up` is compressed."""
 
     calibration: ClassVar[CalibrationNeed] = "sequential"
     contract_tags: ClassVar[frozenset[str]] = frozenset({"in_place"})
     tensor: str
     counted: bool
+    at: str = "layers.1.up"
 
     def on_initialize(self, state: State) -> bool:
         state.touch(name for name, _ in state.model.named_modules())
@@ -212,7 +213,7 @@ class Reaching(Modifier):
         self.remove_hooks()
 
     def on_sequential_epoch_end(self, state: State, event: Event) -> None:
-        if "layers.1.up" in event.modules:
+        if self.at in event.modules:
             with torch.no_grad():
                 tensor = state.model.get_parameter(self.tensor)
                 (tensor if self.counted else tensor.data).mul_(0.25)
@@ -250,6 +251,16 @@ def test_without_propagation_nothing_outside_of_the_stage_may_change(tensor: str
         else:
             with pytest.raises(CalibrationError, match=f"{tensor}: was changed as layers.1 was compressed, which is not in it"):
                 oneshot(stack(Gained), propagate_error=False, **asked)
+
+
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_a_later_layer_may_change_ahead_of_its_stage_with_propagation_alone(engine: Any) -> None:
+    """Else what lies behind it would learn from what the uncompressed model does not give."""
+    asked: Any = {"dataset": IDS, "batch_size": 4, "engine": engine, "passes": "two"}
+    recipe = [Reaching(tensor="layers.1.up.weight", counted=True, at="layers.0.up") for _ in range(2)]
+    oneshot(stack(Gained), recipe=recipe[0], **asked)
+    with pytest.raises(CalibrationError, match=r"layers\.1\.up\.weight: was changed as layers\.0 was compressed, which is not in it"):
+        oneshot(stack(Gained), recipe=recipe[1], propagate_error=False, **asked)
 
 
 class Setting(Reaching):
