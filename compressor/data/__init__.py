@@ -5,7 +5,7 @@ from __future__ import annotations
 from compressor.data.blocks import BlockOrder, TokenBlocks, load_blocks
 from compressor.data.collate import Batch, batch_to, call_model
 from compressor.data.datasets import CalibrationData, load_dataset_source
-from compressor.data.encode import check_vocabulary, max_positions
+from compressor.data.encode import check_batches, max_positions
 from compressor.data.media import Media
 from compressor.data.rows import TEXT_COLUMN, holds_texts, input_columns
 from compressor.data.source import open_source
@@ -19,7 +19,7 @@ __all__ = [
     "TokenBlocks",
     "batch_to",
     "call_model",
-    "check_vocabulary",
+    "check_batches",
     "holds_texts",
     "input_columns",
     "load_blocks",

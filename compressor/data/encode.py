@@ -1,10 +1,11 @@
 """One row becomes one line of token ids: texts and conversations through the tokenizer, token ids and their masks after a check.
 
-Whether a model knows the ids is checked here, too.
+Whether a model knows the ids, and the names of a batch, is checked here, too.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from compressor.data.collate import Batch, check_mask, check_strided
 from compressor.data.presets import as_messages, template_arguments
-from compressor.data.rows import MASKS, Row
+from compressor.data.rows import MASKS, Row, misspelt
 from compressor.errors import DatasetError
 
 NO_LIMIT = 2**31 - 1  # of a single sample, where samples are joined and cut later
@@ -170,30 +171,43 @@ def max_positions(model: nn.Module) -> int | None:
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
-def check_vocabulary(data: HasBatches, model: nn.Module) -> None:
-    """Refuse token ids beyond the model's embedding table.
+def check_batches(data: HasBatches, model: nn.Module) -> None:
+    """Refuse batches that the model would take for something else than was meant, or not at all.
 
     Args:
-        data: the data; batches without `input_ids` are not looked at.
-        model: a model of transformers, whose input embeddings are the table; any other module has none and takes all.
+        data: the data; batches that are no mappings are not looked at.
+        model: of transformers, whose input embeddings are the table of token ids; any other module has none and takes all ids.
 
     Raises:
-        DatasetError: an id lies outside the table; the first one is named.
+        DatasetError: a name is nearly that of an argument, which a forward with `**kwargs` would pass over without a word; or a token
+            id is of a type that no table takes, or lies outside the table.
     """
+    known, table = {*inspect.signature(model.forward).parameters, *MASKS}, _table(model)
+    for number, batch in enumerate(data.batches):
+        if not isinstance(batch, dict):
+            continue
+        for name in (one for one in batch if one not in known):
+            if near := misspelt(name, known - batch.keys()):
+                raise DatasetError(f"dataset batch {number}: {name!r} is no input of the model; did you mean {near!r}?")
+        if table is not None and "input_ids" in batch:
+            _check_ids(batch["input_ids"], table.num_embeddings, number)
+
+
+def _table(model: nn.Module) -> nn.Embedding | None:
     try:
         find: Any = getattr(model, "get_input_embeddings", None)
         table = None if find is None else find()
     except NotImplementedError:  # of a model with several, or none, transformers does not say which
-        return
-    if not isinstance(table, nn.Embedding):
-        return
-    for number, batch in enumerate(data.batches):
-        ids = batch.get("input_ids") if isinstance(batch, dict) else None
-        if ids is None or ids.numel() == 0:
-            continue
-        outside = ids[(ids < 0) | (ids >= table.num_embeddings)]
-        if outside.numel():
-            raise DatasetError(
-                f"dataset: batch {number} holds token id {int(outside[0])}, and the model knows 0 to {table.num_embeddings - 1}; "
-                "tokenize with the model's own tokenizer"
-            )
+        return None
+    return table if isinstance(table, nn.Embedding) else None
+
+
+def _check_ids(ids: Tensor, num_embeddings: int, number: int) -> None:
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise DatasetError(f"dataset batch {number}: input_ids are {str(ids.dtype)[6:]}, which no embedding takes; give int64")
+    outside = ids[(ids < 0) | (ids >= num_embeddings)]
+    if outside.numel():
+        raise DatasetError(
+            f"dataset: batch {number} holds token id {int(outside[0])}, and the model knows 0 to {num_embeddings - 1}; "
+            "tokenize with the model's own tokenizer"
+        )

@@ -6,6 +6,7 @@ cost 512 rows; only a shuffled choice needs to know them all.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import json
 import random
@@ -264,8 +265,25 @@ def _list_rows(items: list[Any] | tuple[Any, ...], text_column: str, seed: int |
             yield Row(where, "text" if isinstance(item, str) else "input_ids", item)
 
 
+def misspelt(name: str, known: Iterable[str]) -> str | None:
+    """Find the word that is meant by one that nearly is it, as `attention_maks` is: such a mask would be passed over without a word.
+
+    Args:
+        name: the word.
+        known: words that exist.
+
+    Returns:
+        The word; None for another one, also for one that says more (`mm_token_type_ids`).
+    """
+    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.9)
+    return next((word for word in near if not set(word.split("_")) <= set(name.split("_"))), None)
+
+
 def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[str]:
     """Return the columns to read: token ids before text, text before conversations."""
+    for name in map(str, columns):
+        if near := misspelt(name, set(MASKS).difference(columns)):
+            raise DatasetError(f"{where}: the column {name!r} is not read; did you mean {near!r}?")
     first = next((name for name in ("input_ids", text_column, *CONVERSATIONS) if name in columns), text_column)
     if text_column not in (TEXT_COLUMN, first):
         raise DatasetError(

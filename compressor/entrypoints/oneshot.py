@@ -25,7 +25,7 @@ from compressor.data import (
     TEXT_COLUMN,
     CalibrationData,
     Media,
-    check_vocabulary,
+    check_batches,
     holds_texts,
     input_columns,
     load_dataset_source,
@@ -479,5 +479,5 @@ def _read(settings: OneshotSettings, loaded: LoadedModel, words: _Words, device:
         concatenate=settings.concatenate_data,
         device=device,
     )
-    check_vocabulary(data, model)
+    check_batches(data, model)
     return data

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from compressor.data import BlockOrder, TokenBlocks, check_vocabulary, input_columns, load_blocks, max_positions, open_source
+from compressor.data import BlockOrder, TokenBlocks, check_batches, input_columns, load_blocks, max_positions, open_source
 from compressor.data.blocks import IGNORED
 from compressor.errors import DatasetError, UserInputError
 from compressor.lifecycle import Report, Session, State
@@ -143,7 +143,7 @@ class TrainingRun:
                 inputs=input_columns(model),
                 name=name,
             )
-            check_vocabulary(found, model)
+            check_batches(found, model)
             return found
 
         def held_out(source: Any, length: int) -> TokenBlocks:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compressor.data import check_vocabulary, load_dataset_source
+from compressor.data import check_batches, load_dataset_source
 from compressor.errors import DatasetError, ModelError, UserInputError
 from compressor.model.folder import read_config, resolve_folder, some
 from compressor.numerics.precision import widened_products
@@ -104,7 +104,7 @@ def _batches(pair: Pair, dataset: Any, num_samples: int, max_seq_length: int) ->
         num_calibration_samples=num_samples,
         max_seq_length=min(max_seq_length, positions or max_seq_length),
     )
-    check_vocabulary(data, pair.base)
+    check_batches(data, pair.base)
     batches = token_batches(data)
     if not any(bool(tokens.scored.any()) for tokens in batches):
         cut = "" if max_seq_length > 1 else f" of max_seq_length={max_seq_length}"

@@ -187,12 +187,21 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 def _device_fault(device: str | torch.device, error: BaseException) -> str:
     """Why a device cannot be used, and what to do."""
     if torch.cuda.is_available():
-        return f"{one_line(error)}); use auto, cpu or cuda"
+        return f"{_known(device, error)}); use auto, cpu or cuda"
     if not str(device).startswith("cuda"):
-        return f"{one_line(error)}); use auto or cpu"
+        return f"{_known(device, error)}); use auto or cpu"
     if not torch.backends.cuda.is_built():
         return f"torch {torch.__version__} is built without CUDA); use auto or cpu, or install a torch with CUDA"
     return "CUDA finds no GPU); use auto or cpu, or make a GPU visible (driver, CUDA_VISIBLE_DEVICES)"
+
+
+def _known(device: str | torch.device, error: BaseException) -> str:
+    """What torch says, but for its list of all kinds of devices."""
+    try:
+        torch.device(device)
+    except RuntimeError:
+        return "torch knows no such device"
+    return one_line(error)
 
 
 @contextmanager
