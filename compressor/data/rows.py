@@ -247,13 +247,20 @@ def _dataset_rows(dataset: Any, text_column: str, seed: int | None) -> Iterator[
         if seed is not None:
             raise DatasetError("dataset: a stream without a length cannot be shuffled here; shuffle it before it is passed")
         for index, row in enumerate(read_through(dataset, "dataset row", "the dataset")):
-            yield _mapping_row(row, f"dataset row {index}", text_column)
+            yield _mapping_row(_no_table(row, f"dataset row {index}"), f"dataset row {index}", text_column)
         return
     for index in _arranged(range(len(dataset)), seed):
         where = f"dataset row {index}"
         with errors_named(where, "the dataset"):
             row = dataset[index]
-        yield _mapping_row(row, where, text_column)
+        yield _mapping_row(_no_table(row, where), where, text_column)
+
+
+def _no_table(row: Any, where: str) -> Mapping[str, Any]:
+    """Refuse what a dataset gives for a row that formats its rows as tables (arrow, pandas, polars)."""
+    if not isinstance(row, Mapping):
+        raise DatasetError(f"{where}: the dataset gives it as a {type(row).__name__}; take its format off with dataset.with_format(None)")
+    return row
 
 
 def _list_rows(items: list[Any] | tuple[Any, ...], text_column: str, seed: int | None) -> Iterator[Row]:

@@ -386,6 +386,17 @@ def test_an_array_file_without_token_ids_names_what_it_holds(tmp_path: Path) -> 
         load_dataset_source(tmp_path / "a.safetensors")
 
 
+@pytest.mark.parametrize(("kind", "given"), [("arrow", "Table"), ("pandas", "DataFrame")])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_dataset_that_formats_rows_as_tables_is_refused(kind: str, given: str, streams: bool) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3]]})
+    formatted = (rows.to_iterable_dataset() if streams else rows).with_format(kind)
+    with pytest.raises(DatasetError, match=rf"dataset row 0: the dataset gives it as a {given}; .*with_format\(None\)"):
+        load_dataset_source(formatted)
+
+
 def test_a_dataset_of_splits_or_without_text_is_refused(tokenizer: Any) -> None:
     import datasets
 
