@@ -42,7 +42,7 @@ from compressor.tracing.targets.call_order import plain_forward
 from compressor.tracing.traces import PythonValues
 
 _NUMBERS = 1024  # of a weight, or a few more
-_MOST_SUMMED = 1 << 20  # numbers of a tensor: norms and gains, not the layers behind
+_MOST_SUMMED = 1 << 20  # numbers of a tensor; of larger ones some are looked at
 
 
 # Which modules the modifiers of a session are looking at now: those that carry their calibration hooks.
@@ -159,7 +159,8 @@ def check_alike(state: State, names: Sequence[str]) -> None:
 def unchanged_elsewhere(state: State, fixed: Collection[str], names: Collection[str], targets: Collection[str]) -> Iterator[None]:
     """Refuse that a stage is compressed by a change of what samples have run past: what follows was fed by what it was.
 
-    Writes that torch does not count (`tensor.data`) are seen in tensors of up to a million numbers that a modifier touches.
+    Writes that torch does not count (`tensor.data`) are seen in tensors that a modifier touches; beyond a million numbers, a thousand
+    from all over the tensor are looked at.
 
     Args:
         state: its model.
@@ -173,8 +174,8 @@ def unchanged_elsewhere(state: State, fixed: Collection[str], names: Collection[
 
     def look() -> dict[str, tuple[Tensor, int, int]]:
         return {
-            name: (one, 0 if one.is_inference() else one._version, checksum(one) if owner in touched and _is_small(one) else 0)
-            for name, one in state.model.named_parameters()
+            name: (one, 0 if one.is_inference() else one._version, _print(one) if owner in touched and has_memory(one) else 0)
+            for name, one in state.model.named_parameters(remove_duplicate=False)
             if not stay.isdisjoint(outward(name)) and (owner := name.rpartition(".")[0]) not in within
         }
 
@@ -196,8 +197,8 @@ def unchanged_elsewhere(state: State, fixed: Collection[str], names: Collection[
             )
 
 
-def _is_small(tensor: Tensor) -> bool:
-    return has_memory(tensor) and tensor.numel() <= _MOST_SUMMED
+def _print(tensor: Tensor) -> int:
+    return checksum(tensor if tensor.numel() <= _MOST_SUMMED else _some_numbers(tensor))
 
 
 def compressed_names(state: State) -> list[str]:

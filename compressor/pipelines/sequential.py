@@ -326,7 +326,7 @@ def _run_stage(
             journal.restore_stage(session)
         else:
             # Without propagation what comes later is calibrated on the model as it was, too.
-            fixed = stage.passed.union(outside) if propagate_error else [name for name, _ in model.named_parameters()]
+            fixed = stage.passed.union(outside) if propagate_error else [name for name, _ in model.named_parameters(remove_duplicate=False)]
             with unchanged_elsewhere(session.state, fixed, names, targets):
                 session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             check_alike(session.state, names)

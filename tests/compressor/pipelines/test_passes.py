@@ -263,6 +263,22 @@ def test_a_later_layer_may_change_ahead_of_its_stage_with_propagation_alone(engi
         oneshot(stack(Gained), recipe=recipe[1], propagate_error=False, **asked)
 
 
+@pytest.mark.parametrize("engine", ["graph", "suspend"])
+def test_a_weight_that_two_layers_share_is_the_later_ones_too(engine: Any) -> None:
+    model: Any = stack(Gained)
+    model.layers[1].up.weight = model.layers[0].up.weight
+    recipe = Reaching(tensor="layers.0.up.weight", counted=True, at="layers.0.up")
+    with pytest.raises(CalibrationError, match=r"layers\.1\.up\.weight: was changed as layers\.0 was compressed, which is not in it"):
+        oneshot(model, recipe=recipe, dataset=IDS, batch_size=4, engine=engine, propagate_error=False)
+
+
+def test_an_uncounted_write_to_a_large_tensor_is_seen_in_some_of_its_numbers() -> None:
+    model: Any = stack(Gained)
+    model.embed = nn.Embedding(1 << 17, 16)
+    with pytest.raises(CalibrationError, match=r"embed\.weight: was changed as layers\.1"):
+        oneshot(model, recipe=Reaching(tensor="embed.weight", counted=False), dataset=IDS, batch_size=4)
+
+
 class Setting(Reaching):
     """Sets an attribute instead."""
 
