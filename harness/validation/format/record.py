@@ -230,6 +230,9 @@ def _check_data(record: Mapping[str, Any], data: CalibrationData | None) -> Chec
         return DATA.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE}: the data of the calibration held no text, and this is one")
     if share >= _MOST_SHARED:
         return DATA.record(Outcome.FAIL, f"{share:.0%} of this text was in the calibration data, too; give held-out data")
+    if "sha256" not in recorded["marks"]:
+        why = f"{RECORD_FILE} holds no digest of data.marks, so nothing says whether some were taken out; compress again"
+        return DATA.record(Outcome.INCONCLUSIVE, why)
     also = f", which holds {share:.0%} of this text" if share else ""
     return DATA.record(Outcome.PASS, f"another data set than that of the calibration{also}")
 
@@ -242,7 +245,7 @@ _MOST_SHARED = 0.25  # of the text, in which what templates and system prompts r
 def _shared(recorded: Any, data: CalibrationData) -> float | None:
     """How much of the data those of the calibration hold: of all marks, or of the samples; None where no run made such marks, NaN for none.
 
-    They are sorted, and since 2026-11-30 a digest stands beside them.
+    They are sorted, and a digest stands beside them; without it, what they show of the data still holds.
 
     A mark that comes again counts once, as templates and system prompts do; a sample that comes again counts each time.
     """
