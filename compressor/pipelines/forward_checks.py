@@ -15,6 +15,7 @@ of its weights are held against those from before.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -195,6 +196,20 @@ def unchanged_elsewhere(state: State, fixed: Collection[str], names: Collection[
                 f"{name}: was changed as {stage} was compressed, which is not in it, and others would learn from what is no longer so; "
                 "change only what event.modules names, or give passes='two', where that is a whole layer, or pipeline=\"basic\""
             )
+
+
+def shared_parameters(model: nn.Module) -> set[str]:
+    """List the parameters that several modules hold, by all of their names.
+
+    Args:
+        model: not modified.
+
+    Returns:
+        Dotted names.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    counts = Counter(id(parameter) for _, parameter in named)
+    return {name for name, parameter in named if counts[id(parameter)] > 1}
 
 
 def _print(tensor: Tensor) -> int:

@@ -33,6 +33,7 @@ from compressor.pipelines.forward_checks import (
     picked_rows,
     refuse_exchanged,
     set_token_mask,
+    shared_parameters,
     unchanged_elsewhere,
     watched_modules,
     weights_held_to,
@@ -326,7 +327,9 @@ def _run_stage(
             journal.restore_stage(session)
         else:
             # Without propagation what comes later is calibrated on the model as it was, too.
-            fixed = stage.passed.union(outside) if propagate_error else [name for name, _ in model.named_parameters(remove_duplicate=False)]
+            fixed = stage.passed.union(outside) if propagate_error else {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            if session.state.has_base_stream:  # which runs later layers as they are then
+                fixed |= _watched_elsewhere(session, names) | shared_parameters(model)
             with unchanged_elsewhere(session.state, fixed, names, targets):
                 session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             check_alike(session.state, names)
@@ -441,8 +444,8 @@ def _check_called_late(session: Session, plan: Plan, propagate_error: bool) -> N
         )
 
 
-def _watched_elsewhere(session: Session, names: Sequence[str]) -> bool:
-    return not set(watched_modules(session)) <= set(names)
+def _watched_elsewhere(session: Session, names: Sequence[str]) -> set[str]:
+    return set(watched_modules(session)).difference(names)
 
 
 def _check_called(session: Session, uncalled: Sequence[str], named: Sequence[str] | None) -> None:

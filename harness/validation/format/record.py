@@ -221,7 +221,11 @@ def _check_data(record: Mapping[str, Any], data: CalibrationData | None) -> Chec
     if not isinstance(recorded, Mapping) or "marks" not in recorded:
         why = f"{RECORD_FILE} says nothing of what this text and that of the calibration share, though every run notes it; compress again"
         return DATA.record(Outcome.INCONCLUSIVE, why)
-    share = _shared(recorded["marks"], data)
+    return _check_marks(recorded["marks"], data)
+
+
+def _check_marks(marks: Any, data: CalibrationData) -> CheckRecord:
+    share = _shared(marks, data)
     if share is None:
         return DATA.record(
             Outcome.FAIL, f"{RECORD_FILE}: data.marks are not what a run writes, so nothing says how much of this text it has seen"
@@ -230,7 +234,7 @@ def _check_data(record: Mapping[str, Any], data: CalibrationData | None) -> Chec
         return DATA.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE}: the data of the calibration held no text, and this is one")
     if share >= _MOST_SHARED:
         return DATA.record(Outcome.FAIL, f"{share:.0%} of this text was in the calibration data, too; give held-out data")
-    if "sha256" not in recorded["marks"]:
+    if "sha256" not in marks:
         why = f"{RECORD_FILE} holds no digest of data.marks, so nothing says whether some were taken out; compress again"
         return DATA.record(Outcome.INCONCLUSIVE, why)
     also = f", which holds {share:.0%} of this text" if share else ""

@@ -272,6 +272,27 @@ def test_a_weight_that_two_layers_share_is_the_later_ones_too(engine: Any) -> No
         oneshot(model, recipe=recipe, dataset=IDS, batch_size=4, engine=engine, propagate_error=False)
 
 
+class Beside(Reaching):
+    """Asks for the stream of the uncompressed model, too."""
+
+    @property
+    def base_stream(self) -> Any:
+        return "required"
+
+
+@pytest.mark.parametrize("passes", ["one", "two"])
+@pytest.mark.parametrize("tensor", ["layers.1.up.weight", "layers.0.up.weight", "layers.0.norm.weight", "layers.0.down.weight"])
+def test_the_uncompressed_stream_meets_no_later_layer_that_has_changed(tensor: str, passes: Any) -> None:
+    model: Any = stack(Gained)
+    model.layers[1].down.weight, model.layers[1].norm.weight = model.layers[0].down.weight, model.layers[0].norm.weight
+    recipe = Beside(tensor=tensor, counted=True, at="layers.0.up")
+    if tensor == "layers.0.up.weight":
+        oneshot(model, recipe=recipe, dataset=IDS, batch_size=4, passes=passes)
+    else:
+        with pytest.raises(CalibrationError, match=r"weight: was changed as layers\.0.* was compressed, which is not in it"):
+            oneshot(model, recipe=recipe, dataset=IDS, batch_size=4, passes=passes)
+
+
 def test_an_uncounted_write_to_a_large_tensor_is_seen_in_some_of_its_numbers() -> None:
     model: Any = stack(Gained)
     model.embed = nn.Embedding(1 << 17, 16)

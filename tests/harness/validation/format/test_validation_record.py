@@ -69,7 +69,12 @@ def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
             )
         ),
         ({"data": {"sha256": "e" * 64, "marks": MARKS}}, "record.data", "fail", "100% of this text was in the calibration data"),
-        ({"data": {"sha256": "e" * 64, "marks": {"every": 1, "hex": OTHERS["hex"]}}}, "record.data", "inconclusive", "no digest of data.marks"),
+        (
+            {"data": {"sha256": "e" * 64, "marks": {"every": 1, "hex": OTHERS["hex"]}}},
+            "record.data",
+            "inconclusive",
+            "no digest of data.marks",
+        ),
         ({"data": {"sha256": "e" * 64, "marks": {"every": 1, "hex": MARKS["hex"]}}}, "record.data", "fail", "100% of this text"),
         ({"data": "x"}, "record.data", "fail", "data.sha256 is no digest"),
         *(({"base": odd}, "record.base", "fail", "base is no table of digests") for odd in (5, "x", ["a"], "")),
