@@ -91,8 +91,8 @@ def _refuse_a_second_sequence(batch: Any, mask: Tensor, index: int) -> None:
             takes_more = not is_padded or not torch.equal(real.bool(), mask.to(real.device))
             remedies = [*(["leave out the loss_mask"] if takes_more else []), *([WITHOUT_PADDING] if is_padded else [])]
             raise CalibrationError(
-                f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the encoder's input, so that tokens of it would not "
-                f"count where those of the encoder do not; {', and '.join(remedies)}"
+                f"dataset batch {index}: {name} has the shape {tuple(mask.shape)} of the mask, which speaks of the encoder's tokens, so "
+                f"that tokens of it would not count where those of the encoder do not; {', and '.join(remedies)}"
             )
 
 
@@ -105,14 +105,18 @@ def note_unread_masks(state: State, data: CalibrationData) -> None:
     """
     pairs = zip(data.batches, data.token_masks, strict=True)
     unread = {name for batch, mask in pairs for name in _masks(batch) if mask is None or name != "attention_mask"} | data.unread_masks
+    decoders = {name for name in unread if name.startswith("decoder_")}
     if getattr(getattr(state.model, "config", None), "is_encoder_decoder", False):  # what a decoder is given follows from them
         named = [batch.get("labels") for batch in data.batches if isinstance(batch, Mapping)]
-        unread |= {"-100 among the labels" for labels in named if labels is not None and bool((labels == -100).any())}
-    if unread:
-        state.report.notes.append(
-            f"{', '.join(sorted(unread))} of the batches is not read, and all tokens that are no padding count; a loss_mask beside "
-            "it (1: counts; the model never gets it) says which do"
-        )
+        decoders |= {"-100 among the labels" for labels in named if labels is not None and bool((labels == -100).any())}
+    for names, remedy in (
+        (unread - decoders, "a loss_mask beside it (1: counts; the model never gets it) says which do"),
+        (decoders, f"no loss_mask speaks of a decoder's tokens: {WITHOUT_PADDING}"),
+    ):
+        if names:
+            state.report.notes.append(
+                f"{', '.join(sorted(names))} of the batches is not read, and all tokens that are no padding count; {remedy}"
+            )
 
 
 def _masks(batch: Batch) -> list[str]:

@@ -14,6 +14,7 @@ EntryPath = tuple[int | str, ...]
 
 # Settings that the recipe fills in; they would only blur advice.
 _FILLED_IN = ("index", "group")
+_BUT = " was given, but "
 
 
 def describe(
@@ -37,13 +38,16 @@ def describe(
         path = _path_in(settings, details["loc"])
         head = "" if where is None else f"{where(path)}: "
         head += ".".join(map(str, (name, *path)))
-        entries.setdefault(head, []).append(_complaint(details, cls, path, name))
+        entries.setdefault(head, []).append(_complaint(details, cls, path, name, settings))
     return "\n".join(_line(head, complaints) for head, complaints in entries.items())
 
 
 def _line(head: str, complaints: list[tuple[str, str]]) -> str:
     problems, advice = zip(*complaints, strict=True)
-    return f"{head}: {' or '.join(dict.fromkeys(problems))}; {advice[0]}"
+    first, *others = dict.fromkeys(problems)
+    given, is_said, _ = first.partition(_BUT)  # once for all branches of a union
+    said = [first, *(one.removeprefix(given + _BUT).removeprefix("input should be ") if is_said else one for one in others)]
+    return f"{head}: {' or '.join(said)}; {advice[0]}"
 
 
 def _path_in(settings: Any, loc: Sequence[int | str]) -> EntryPath:
@@ -69,7 +73,7 @@ def _is_of_unfit_branch(details: ErrorDetails, errors: Sequence[ErrorDetails], s
     return any(_path_in(settings, loc[: length + 1]) == path != _path_in(settings, loc) for loc in beside)
 
 
-def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath, name: str) -> tuple[str, str]:
+def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath, name: str, settings: Any) -> tuple[str, str]:
     """What is wrong, and what to do."""
     if details["type"] == "extra_forbidden":
         return "there is no such setting", suggest(str(path[-1]), _setting_names(cls, path))
@@ -78,14 +82,17 @@ def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath, nam
         return (f"{missing!r} is required", "add it") if isinstance(missing, str) else ("it has too few entries", "add what is missing")
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, Exception):
-        problem, _, advice = str(cause).removeprefix(f"{name}: ").rpartition("; ")
+        said = str(cause).removeprefix(f"{name}: ")
+        problem, _, advice = (said.removeprefix(f"{path[-1]}: ") if path else said).rpartition("; ")
         return (problem, advice) if problem else (advice, "correct it")
     if details["type"] in ("int_parsing_size", "int_from_float"):
         return f"{details['input']!r} was given, where a whole number belongs", "correct it"
-    given = repr(details["input"])
+    for part in path:
+        settings = settings[part]
+    given = repr(settings if isinstance(settings, str) else details["input"])  # before a validator has read it
     advice = "eval is not supported, write ${name} for an argument" if given.startswith("'eval(") else "correct it"
     message = details["msg"]
-    return f"{given if len(given) <= 60 else given[:57] + '...'} was given, but {message[0].lower()}{message[1:]}", advice
+    return f"{given if len(given) <= 60 else given[:57] + '...'}{_BUT}{message[0].lower()}{message[1:]}", advice
 
 
 def _setting_names(cls: type[BaseModel], path: EntryPath) -> list[str]:

@@ -91,7 +91,7 @@ def partition(model: nn.Module, patterns: Sequence[str] | None) -> Partition:
     """
     if patterns is None:
         return infer_targets(model)
-    targets = resolve_targets(model, patterns)
+    targets = resolve_targets(model, patterns, called="sequential_targets")
     for name, module in targets.items():
         if _is_scripted(module):
             raise TargetError(f"sequential_targets: {name or 'the model'} is TorchScript, where no hook looks inside; name other modules")
