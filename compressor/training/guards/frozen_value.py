@@ -263,7 +263,7 @@ def frozen(value: object, depth: int = 6) -> object:
     if isinstance(value, np.ndarray) and is_small_array(value):
         return ("array", value.shape, value.strides, str(value.dtype), value.tobytes())
     if isinstance(value, bytearray | array) and is_small_array(value):
-        return (type(value).__name__, getattr(value, "typecode", ""), bytes(value))
+        return (type(value).__name__, getattr(value, "typecode", "B"), bytes(value))
     if isinstance(value, slice | range | Fraction):
         return _parts(value)
     if isinstance(value, MethodType):  # made anew whenever it is asked for

@@ -39,6 +39,7 @@ from compressor.training.step.step import HasTensors, TrainStep
 # The facts of the host that a captured step takes for granted, by name, so that a change can be said in words.
 
 _MAX_SPELLED = 8
+_MAX_TEXT = 200
 
 
 @one_look()
@@ -172,19 +173,40 @@ def _spell(before: Any, after: Any) -> str:
     if isinstance(before, dict) and isinstance(after, dict):
         key = next(key for key in {**before, **after} if before.get(key, MISSING) != after.get(key, MISSING))
         return f"{key}={_spell(before.get(key, MISSING), after.get(key, MISSING))}"
-    if isinstance(before, tuple) and isinstance(after, tuple) and max(len(before), len(after)) > _MAX_SPELLED:
+    if isinstance(before, tuple) and isinstance(after, tuple):
         # Of a large one only what differs: an environment holds what belongs into no log.
         gone, come = (tuple(item for item in some if item not in other) for some, other in ((before, after), (after, before)))
-        if gone or come:
+        if (gone or come) and max(len(before), len(after)) > _MAX_SPELLED:
             return f"{gone!r} and is now {come!r}, among {len(after)}"
-    same = repr(before) == repr(after)
-    return f"{before!r} and is now {'another of the same kind, or lies otherwise' if same else repr(after)}"
+        if _is_array(before) and _is_array(after) and before[:-1] == after[:-1] and len(before[-1]) == len(after[-1]):
+            return _spell_number(before, after)
+    gone, come = repr(before), repr(after)
+    return f"{_cut(gone)} and is now {'another of the same kind, or lies otherwise' if gone == come else _cut(come)}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]}...{text[-_MAX_TEXT // 2 :]}"
+
+
+def _is_array(facts: tuple[Any, ...]) -> bool:
+    return len(facts) > 1 and isinstance(facts[-1], bytes)
+
+
+def _spell_number(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
+    """The first number of an array that is another one."""
+    try:
+        gone, come = (np.frombuffer(facts[-1], facts[-2]) for facts in (before, after))
+    except (TypeError, ValueError):  # a type that numpy cannot read from bytes
+        gone, come = (np.frombuffer(facts[-1], "B") for facts in (before, after))
+    size = gone.dtype.itemsize
+    place = int((np.frombuffer(before[-1], "B") != np.frombuffer(after[-1], "B")).argmax()) // size
+    return f"{gone[place]!s} at place {place} and is now {come[place]!s}, among {len(come)} numbers"
 
 
 def _array_facts(some: Any) -> tuple[Any, ...]:
     if isinstance(some, np.ndarray):
-        return some.dtype, some.shape, some.strides, some.tobytes()
-    return (bytes(some),)
+        return some.shape, some.strides, some.dtype, some.tobytes()
+    return "B", bytes(some)
 
 
 _tensor_facts = operator.attrgetter("grad", "requires_grad", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks")

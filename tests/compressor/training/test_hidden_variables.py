@@ -272,6 +272,26 @@ def test_a_value_that_changes_between_two_steps_is_named(make: Callable[[], Case
         run.train_step(batches(6))
 
 
+@pytest.mark.parametrize(
+    ("held", "changed"),
+    [
+        (np.arange(7000.0), r"values' that loss_fn closes over was 12.0 at place 12 and is now 0.5, among 7000 numbers"),
+        (array.array("f", range(50)), r"was 12.0 at place 12 and is now 0.5, among 50 numbers"),
+        (bytearray(range(50)), r"was 12 at place 12 and is now 0, among 50 numbers"),
+        (["x" * 9000], r"was \(list, 'x+\.\.\.x+'\) and is now \(list, 0\.5\)"),
+    ],
+    ids=["numpy", "array", "bytearray", "text"],
+)
+def test_of_a_large_value_the_number_that_has_changed_is_named(held: Any, changed: str, batches: Callable[..., Any]) -> None:
+    values = held
+    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]) * (len(str(values)) > 0))
+    run.fit(batches, 6)
+    values[min(12, len(values) - 1)] = 0 if isinstance(values, bytearray) else 0.5
+    with pytest.raises(GuardDriftError, match=changed) as caught:
+        run.train_step(batches(6))
+    assert len(str(caught.value)) < 1000
+
+
 def test_a_variable_of_the_environment_is_named_without_the_others(batches: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A_SECRET_OF_THE_TEST", "hush")
     monkeypatch.setenv("SCALE", "1")
