@@ -180,8 +180,8 @@ def _spell(before: Any, after: Any) -> str:
             return f"{gone!r} and is now {come!r}, among {len(after)}"
         if _is_array(before) and _is_array(after) and before[:-1] == after[:-1] and len(before[-1]) == len(after[-1]):
             return _spell_number(before, after)
-    gone, come = repr(before), repr(after)
-    return f"{_cut(gone)} and is now {'another of the same kind, or lies otherwise' if gone == come else _cut(come)}"
+    old, new = repr(before), repr(after)
+    return f"{_cut(old)} and is now {'another of the same kind, or lies otherwise' if old == new else _cut(new)}"
 
 
 def _cut(text: str) -> str:
