@@ -274,8 +274,8 @@ def _beside(
         why = f"{some(late)}: the forward uses it again after later layers, compressed by then"
         if "required" in asking:
             raise TracingError(
-                f"{asking['required']}: target 'base' runs the uncompressed model beside the other, which cannot be had here ({why}); give "
-                "passes='two', or leave it out"
+                f"{asking['required']}: target 'base' runs the uncompressed model beside the other, which cannot be had here ({why}); "
+                + ("give passes='two', or leave it out" if runs_once else "leave it out")
             )
         session.state.report.notes.append(f"the uncompressed model did not run beside the other ({why})")
         return None

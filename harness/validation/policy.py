@@ -53,7 +53,10 @@ class Policy(SettingsPart):
     max_accuracy_drop: Share = Field(0.01, description="of the share of right next tokens, absolute")
     allow_dequantize_load: bool = Field(False, description="loading only with dequantize=True is good enough")
     max_scale_mismatch: Positive = Field(10.0, description="mean squared deviation of the groups' gains from 1, in units of their variance")
-    max_row_gain_error: Positive = Field(0.8, description="|<w, q> / <w, w> - 1| of a single row: 0 if faithful, 1 if dead or random")
+    max_row_gain_error: Positive = Field(
+        0.8,
+        description="|<w, q> / <w, w> - 1| of a row or column (or what chance leaves it): 0 if faithful, 1 if dead or random",
+    )
     max_run_noise: Positive = Field(20.0, description="squared error of 8 neighbouring weights, in units of what their columns have")
     allow_unserved_schemes: bool = Field(False, description="a scheme that the server has no kernel for is good enough")
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="GPUs among which a server divides each layer")

@@ -207,10 +207,11 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy, is_as_
     evidence = {
         "rows": total,
         "worst gain error": max(rows.worst_gain_error for rows in found.values()),
+        "left to chance": max(rows.least_error for rows in found.values()),
         "noisiest run": max(float(rows.noise.max()) for rows in found.values()),
-        "modules in which eight zeroed weights would show": f"{sees_words} of {len(found)}",
+        "modules in which eight zeroed weights of middling size would show": f"{sees_words} of {len(found)}",
     }
-    limit = f"|gain - 1| <= {policy.max_row_gain_error:g}, noise <= {policy.max_run_noise:g}"
+    limit = f"|gain - 1| <= {policy.max_row_gain_error:g} or what chance leaves, noise <= {policy.max_run_noise:g}"
     blind = [f"{name}: rows of {rows.num_columns} columns are too short for this format" for name, rows in found.items() if rows.is_blind]
     if blind and not findings:
         summary = f"in {len(blind)} modules a dead row would pass"
@@ -224,7 +225,7 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy, is_as_
     if moved and not findings:
         summary = "groups of codes are off by a step: damage, or GPTQ behind a LayerNorm, whose outputs sum to zero and let it"
         return ROWS.record(Outcome.INCONCLUSIVE, summary, limit=limit, evidence=evidence, findings=moved)
-    seen = f"{total} rows; eight zeroed weights would show in {sees_words} of {len(found)} modules, smaller damage may not"
+    seen = f"{total} rows; eight zeroed weights of middling size would show in {sees_words} of {len(found)} modules, smaller damage may not"
     return ROWS.found(findings, seen, limit=limit, evidence=evidence, noun="place")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from harness.reporting.record import CheckRecord, Claim
+from harness.reporting.verdict import Outcome
 from harness.validation.format.decoder import decode_module
 from harness.validation.format.record import RECORD_FILE, read_record
 from harness.validation.subject import Subject
@@ -30,7 +31,10 @@ def check_sparsity(subject: Subject) -> CheckRecord:
     Returns:
         The record; skipped where nothing was promised.
     """
-    modules = (read_record(subject.compressed.folder) or {}).get("modules", {})
+    record = read_record(subject.compressed.folder)
+    if record is not None and "modules" not in record:
+        return SPARSITY.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE} lists no modules, though every run does; compress again")
+    modules = (record or {}).get("modules", {})
     odd = _unreadable(modules)
     promised = {} if odd else dict(_promises(modules))
     if not promised and not odd:
