@@ -78,8 +78,7 @@ def _complaint(details: ErrorDetails, cls: type[BaseModel], path: EntryPath, nam
     if details["type"] == "extra_forbidden":
         return "there is no such setting", suggest(str(path[-1]), _setting_names(cls, path))
     if details["type"] == "missing":
-        missing = details["loc"][-1]
-        return (f"{missing!r} is required", "add it") if isinstance(missing, str) else ("it has too few entries", "add what is missing")
+        return f"{details['loc'][-1]!r} is required", "add it"
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, Exception):
         said = str(cause).removeprefix(f"{name}: ")

@@ -7,6 +7,7 @@ project cannot do is refused here, when the scheme is made and before any work, 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -247,12 +248,13 @@ class QuantizationArgs(BaseModel):
             raise SchemeError(f"zp_dtype={named!r} is not how zero points are stored here, which is int8; leave zp_dtype out")
         return {key: value for key, value in data.items() if key != "zp_dtype"}
 
-    @field_validator("block_structure", mode="after")
+    @field_validator("block_structure", mode="before")
     @classmethod
-    def _check_block(cls, value: tuple[int, int] | None) -> tuple[int, int] | None:
-        if value is not None and min(value) < 1:
-            raise SchemeError(f"block_structure={list(value)} is not two positive numbers; give rows and columns, such as [128, 128]")
-        return value
+    def _check_block(cls, value: Any) -> Any:
+        text = "x".join(map(str, value)) if isinstance(value, list | tuple) else str(value).lower()  # "128x128" to compressed-tensors, too
+        if value is not None and re.fullmatch(r"[1-9]\d*x[1-9]\d*", text) is None:
+            raise SchemeError(f"block_structure={value!r} is not two positive numbers; give rows and columns, such as [128, 128]")
+        return None if value is None else text.split("x")
 
     @field_validator("actorder", mode="before")
     @classmethod
@@ -286,10 +288,8 @@ class QuantizationArgs(BaseModel):
         if not self.is_grouped and positive:
             raise SchemeError(f"group_size={self.group_size} does not go with strategy={self.strategy!r}; give strategy='group'")
         if (self.strategy == "block") != (self.block_structure is not None):
-            raise SchemeError(
-                f"block_structure={self.block_structure} does not go with strategy={self.strategy!r}; "
-                "give strategy='block' with a block_structure such as [128, 128]"
-            )
+            unfit = f"block_structure={self.block_structure} does not go with strategy={self.strategy!r}"
+            raise SchemeError(f"{unfit}; give strategy='block' with a block_structure such as [128, 128]")
         if self.strategy == "block" and (self.type, self.num_bits) != ("float", 8):
             raise SchemeError(f"strategy='block' is for fp8, not for {self.type}{self.num_bits}; give type='float' and num_bits=8")
         if self.actorder == "group" and self.strategy != "group":

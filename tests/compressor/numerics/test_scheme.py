@@ -58,7 +58,10 @@ def test_ranges_and_storage():
         ({"strategy": "blocks"}, "'tensor', 'channel', 'group'"),
         ({"strategy": "block"}, "block_structure such as"),
         ({"type": "float", "block_structure": [128, 128]}, "give strategy='block'"),
-        ({"type": "float", "strategy": "block", "block_structure": [0, 128]}, "two positive numbers"),
+        *(
+            ({"type": "float", "strategy": "block", "block_structure": odd}, "two positive numbers")
+            for odd in ([0, 128], [128], "128", "128x", "128x0", "axb", 128, [True, 128])
+        ),
         ({"strategy": "block", "block_structure": [128, 128]}, "is for fp8"),
         ({"type": "float", "strategy": "block", "block_structure": [128, 128], "dynamic": True}, "use 'token', 'group' or 'tensor'"),
         ({"dynamic": "local"}, "strategy='tensor_group'"),
@@ -130,6 +133,8 @@ def test_the_format_can_be_chosen_and_needs_weights():
 def test_spellings_of_recipes_are_taken():
     args = QuantizationArgs(type="INT", strategy="Group", group_size=64, actorder=False)
     assert (args.type, args.strategy, args.actorder) == ("int", "group", None)
+    for size in ("128x64", "128X64", [128, 64], (128, 64)):
+        assert QuantizationArgs(num_bits=8, type="float", strategy="block", block_structure=size).block_structure == (128, 64)
 
 
 @pytest.mark.parametrize("settings", [{"zp_dtype": "torch.float8_e4m3fn"}, {"zp_dtype": None, "symmetric": False}])

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
             "config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "block_structure": [128]}}},
         },
         "config_groups.g.weights.block_structure",
-        "it has too few entries; add what is missing",
+        "[128] is not two positive numbers; give rows and columns, such as [128, 128]",
     ),
 }
 
