@@ -12,12 +12,13 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import rich.console
 from rich.segment import Segment
 
 from compressor.interruption import ended_by_sigterm
+from compressor.spelling import suggest
 
 # The console that tables are printed on: rich's, but a closed pipe is an error as everywhere, where rich exits with 1, a verdict here.
 
@@ -78,13 +79,41 @@ class _Visible:
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse's, but an option that holds one value may not be given two: the first would be dropped without a word."""
+    """As argparse's, but none of its words is dropped: an option that holds one value may not be given two; and an error is one line."""
+
+    usage_error = 2
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Take what argparse takes."""
         super().__init__(*args, **kwargs)
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Take what argparse takes; the parser of a verb knows its options, and is asked before that of the command."""
+        found, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if not word.startswith("-"):
+                self.error(f"{word!r} is one argument too many; leave it out")
+            option = word.partition("=")[0]
+            names = [one[2:] for one in self._option_string_actions if one.startswith("--")]
+            advice = suggest(option.lstrip("-"), names, f"see {self.prog} --help", show="--{}".format)
+            self.error(f"{option}: there is no such option; {advice}")
+        return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Say in one line what is wrong and what to do, and exit."""
+        self.exit(self.usage_error, f"{self.prog}: error: {_reworded(message, self.prog)}\n")
+
+
+def _reworded(message: str, program: str) -> str:
+    """argparse's words in our form."""
+    if found := re.fullmatch(r"the following arguments are required: (.*)", message):
+        return f"{found[1]} {'are' if ', ' in found[1] else 'is'} missing; see {program} --help"
+    text = message.removeprefix("argument ")
+    if found := re.fullmatch(r"(.*): invalid choice: '?(.*?)'? \(choose from (.*)\)", text):
+        return f"{found[1]}: {found[2]!r} does not exist; {suggest(found[2], [word.strip(chr(39)) for word in found[3].split(', ')])}"
+    return text if "; " in text else f"{text}; see {program} --help"
 
 
 class _StoreOnce(argparse.Action):

@@ -11,7 +11,6 @@ import importlib
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
 
 from compressor.console import Parser, add_completion, with_output
 from compressor.errors import CompressorError, RankError
@@ -48,8 +47,7 @@ _REFUSED_NAMES: Mapping[int | None, str] = {
 class _Parser(Parser):
     """Wrong arguments are bad input: exit code 3, because 1 and 2 are verdicts."""
 
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_FAILURE, f"{self.prog}: error: {message}\n{self.format_usage()}")
+    usage_error = EXIT_FAILURE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import compressor.modifiers.gptq
+import harness.cli
 from compressor import oneshot
 from compressor.cli.main import main
 from compressor.errors import CheckpointError, CompressorError, ModelError
@@ -185,14 +186,39 @@ def test_tokens_outside_the_vocabulary_are_refused(llama_dir: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            "compressor plan x --recipe r --recip-arg a=1",
+            "compressor plan: error: --recip-arg: there is no such option; did you mean --recipe-arg?",
+        ),
+        ("compressor plan x --recipe r -j", "compressor plan: error: -j: there is no such option; see compressor plan --help"),
+        ("compressor plan x y --recipe r", "compressor plan: error: 'y' is one argument too many; leave it out"),
+        ("compressor recipe chek r", "compressor recipe: error: VERB: 'chek' does not exist; did you mean 'check'?"),
+        ("compressor plan x", "compressor plan: error: --recipe is missing; see compressor plan --help"),
+        ("compressor oneshot x --recipe", "compressor oneshot: error: --recipe: expected one argument; see compressor oneshot --help"),
+        ("harness onnx exprt", "harness onnx: error: ACTION: 'exprt' does not exist; did you mean 'export'?"),
+        ("harness check --nn 3", "harness check: error: --nn: there is no such option; see harness check --help"),
+    ],
+)
+def test_wrong_words_of_a_command_line_are_one_line_with_a_remedy(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    program, *words = arguments.split()
+    with pytest.raises(SystemExit) as stop:
+        (main if program == "compressor" else harness.cli.main)(words)
+    assert stop.value.code == (2 if program == "compressor" else 3)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", line + "\n")
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
         (["--help"], 0, "oneshot"),
         (["oneshot", "--help"], 0, "--num-calibration-samples"),
         (["plan", "--help"], 0, "--recipe"),
-        (["oneshot", "model"], 2, "required"),
+        (["oneshot", "model"], 2, "are missing"),
         (["oneshot", "m", "--recipe", "r", "--output-dir", "o", "--batch-size", "0"], 2, "above 0"),
-        (["onshot"], 2, "invalid choice"),
+        (["onshot"], 2, "does not exist; "),
     ],
 )
 def test_help_and_wrong_arguments_answer_without_torch(arguments: list[str], code: int, text: str) -> None:

@@ -224,7 +224,7 @@ COMMANDS: dict[str, Given] = {
     "an argument without a value": Given("NAME=VALUE", {"recipe-arg": "a"}, code=2),
     "half a sample": Given("whole number", {"num-calibration-samples": "1.5"}, code=2),
     "no sample": Given("whole number", {"num-calibration-samples": "0"}, code=2),
-    "an engine that does not exist": Given("invalid choice", {"engine": "x"}, code=2),
+    "an engine that does not exist": Given("does not exist; ", {"engine": "x"}, code=2),
     "everything is ignored": Given("leaves none", recipe=quantize(ignore=["re:.*"])),
     "targets that are no layers": Given("no linear layers", recipe=quantize(targets=["re:.*layernorm$"])),
     "two modifiers for one layer": Given(

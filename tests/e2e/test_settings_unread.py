@@ -144,6 +144,6 @@ def test_autocast_and_another_default_dtype_around_a_run_are_refused(llama_dir: 
 def test_numbers_of_a_command_line_and_of_a_recipe_are_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["oneshot", "x", "--recipe", "y", "--output-dir", "z", "--seed", "1.5"])
-    assert "argument --seed: '1.5' is not a whole number" in capsys.readouterr().err
+    assert "oneshot: error: --seed: '1.5' is not a whole number; see" in capsys.readouterr().err
     with pytest.raises(RecipeError, match=r"block_size: 1e\+30 was given, where a whole number belongs"):
         oneshot("x", recipe=quantize(block_size=1e30))
