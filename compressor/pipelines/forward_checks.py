@@ -174,10 +174,12 @@ def unchanged_elsewhere(state: State, fixed: Collection[str], names: Collection[
     """
 
     def look() -> dict[str, tuple[Tensor, int, int]]:
+        named = [(name, name.rpartition(".")[0], one) for name, one in state.model.named_parameters(remove_duplicate=False)]
+        written = {id(one) for _, owner, one in named if owner in touched and has_memory(one)}
         return {
-            name: (one, 0 if one.is_inference() else one._version, _print(one) if owner in touched and has_memory(one) else 0)
-            for name, one in state.model.named_parameters(remove_duplicate=False)
-            if not stay.isdisjoint(outward(name)) and (owner := name.rpartition(".")[0]) not in within
+            name: (one, 0 if one.is_inference() else one._version, _print(one) if id(one) in written else 0)
+            for name, owner, one in named
+            if not stay.isdisjoint(outward(name)) and owner not in within
         }
 
     stay, within, touched = frozenset(fixed), frozenset(names), frozenset(state.touched)

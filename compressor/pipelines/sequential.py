@@ -199,7 +199,7 @@ def _pass_stages(
         with _outside_calls(state, plan.partition) as outside:
             for stage in running:
                 # What was called before the last stage: layers behind it have seen it uncompressed.
-                early = tuple(state.ranks.union(tuple(outside)))
+                early = tuple(state.ranks.union(tuple(_changed_by_modifiers(state, list(outside)))))
                 with memory_explained(state.model, stage.name, "brought to the device", stage.module_names):
                     weights.hold(stage.module_names)
                 # Graphs know what a stage runs anew. Of a module that still runs, such as the model, its own tensors alone were used.
@@ -382,12 +382,14 @@ def _changed_by_modifiers(state: State, names: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _outside_calls(state: State, cut: Partition) -> Iterator[dict[str, None]]:
-    """Note which modules outside of the targets are called that the recipe compresses; in the order of their first calls."""
+    """Note which modules outside of the targets are called that the recipe compresses, or that share a weight, as they are called."""
     staged = {below for target in cut.targets for below in module_names(state.model, target)}
     outside = [name for name, _ in state.model.named_modules() if name not in staged]
     called: dict[str, None] = {}
     with ExitStack() as hooks:
-        for name in _changed_by_modifiers(state, [name for name in outside if name in state.claims or name not in state.settled]):
+        changed = _changed_by_modifiers(state, [name for name in outside if name in state.claims or name not in state.settled])
+        sharing = {name.rpartition(".")[0] for name in shared_parameters(state.model)}
+        for name in dict.fromkeys((*changed, *(name for name in outside if name in sharing))):
             handle = state.model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.setdefault(name))
             hooks.callback(handle.remove)
         yield called

@@ -272,6 +272,44 @@ def test_a_weight_that_two_layers_share_is_the_later_ones_too(engine: Any) -> No
         oneshot(model, recipe=recipe, dataset=IDS, batch_size=4, engine=engine, propagate_error=False)
 
 
+class Tied(Stack):
+    """Uses the weight of its last layer under a name of its own, or of an embedding's, before the layers or behind them."""
+
+    def __init__(self, layer: type[nn.Module], owner: str, before: bool) -> None:
+        super().__init__(layer)
+        self.before, weight = before, self.layers[1].up.weight
+        self.table = nn.Embedding(24, 16)
+        if owner == "root":
+            self.own = weight
+        else:
+            self.table.weight = weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        def tied(x: Tensor) -> Tensor:
+            rows = self.own[input_ids % 24] if hasattr(self, "own") else self.table(input_ids % 24)
+            return x + rows
+
+        x: Tensor = self.embed(input_ids)
+        x = tied(x) if self.before else x
+        for layer in self.layers:
+            x = layer(x)
+        return x if self.before else tied(x)
+
+
+@pytest.mark.parametrize("given", [{"passes": "one"}, {"passes": "two"}, {"engine": "suspend"}, {"propagate_error": False}], ids=str)
+@pytest.mark.parametrize("owner", ["root", "table"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_weight_that_is_used_under_another_name_may_not_change_behind_that_use(before: bool, owner: str, given: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Tied(Gained, owner, before).eval()
+    asked: Any = {"recipe": Reaching(tensor="layers.1.up.weight", counted=False), "dataset": IDS, "batch_size": 4, **given}
+    if before or "propagate_error" in given or (owner, *given) == ("root", "engine"):  # a forward that pauses may hold what is its own
+        with pytest.raises(CalibrationError, match=r"(own|table\.weight): was changed as layers\.1.* was compressed, which is not in it"):
+            oneshot(model, **asked)
+    else:
+        oneshot(model, **asked)
+
+
 class Beside(Reaching):
     """Asks for the stream of the uncompressed model, too."""
 
