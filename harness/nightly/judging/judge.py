@@ -39,6 +39,8 @@ _RESTLESS = 3.0
 """Times the noise of other nights: more is no chance in two nights that follow each other."""
 _FAR = 6.0
 """Likewise, where no test shows it, as when the two differ much from one another."""
+_LEAST_OFTEN, _BY_CHANCE, _OVER = 4, 3e-3, 0.05
+"""Stretches that are no single ones any more; the chance that so many nights lie among the last; and that as many good ones follow."""
 
 
 def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (), today: date | None = None) -> Judgement:
@@ -132,7 +134,12 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
     now, late = noise_now(levels_N[shifts.start :], usual)
     noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER, now)
     above_N = levels_N - standing.reference
-    if hidden := _hidden(above_N, series.errors_N, usual, nights[-1].better) or _late(above_N[-late:], usual, now, nights[-1].better):
+    better = nights[-1].better
+    if hidden := (
+        _hidden(above_N, series.errors_N, usual, better)
+        or _late(above_N[-late:], usual, now, better)
+        or _recurring(above_N, standing.start, usual, better)
+    ):
         return Judgement(metric, Verdict.INCONCLUSIVE, f"{told}: {hidden}", count, tuple(standing.settled), noise, math.nan)
     further = "further " if standing.since else ""
     noisier = f", {now:.1%} in the last {late}" if late else ""
@@ -164,6 +171,35 @@ def _late(above_K: NDArray[np.float64], usual: float, now: float, better: str) -
         f"the last {len(above_K)} nights are worse by {effect_of_levels(level, better):.1%}, but they differ {times:.0f} times as much as "
         "others, so that it may be chance; more nights would tell"
     )
+
+
+def _recurring(above_N: NDArray[np.float64], start: int, noise: float, better: str) -> str:
+    """Say where single nights are far off, again and again, as none or few were before: to tests of a level they are outliers.
+
+    What stood and was mended at `start` is one stretch, and none of the kind; nights of before it do not count once it is long ago.
+    """
+    own_N = above_N[start if len(above_N) - start >= LEAST_NOISE else 0 :]
+    far_N = own_N >= max(LEAST_EFFECT, _FAR * noise)
+    places, nights = np.flatnonzero(far_N), len(far_N)
+    for number, first in enumerate(places.tolist()):  # the last nights, from one that is far off
+        inside, late = len(places) - number, nights - first
+        stretches = 1 + int((np.diff(places[number:]) > 1).sum())
+        if stretches < _LEAST_OFTEN or _chance_of(inside, late, len(places), nights) >= _BY_CHANCE:
+            continue
+        is_over = (1 - inside / (places[-1] + 1 - first)) ** (nights - 1 - places[-1]) < _OVER
+        if not is_over and float(own_N[places[number:]].sum()) / late >= LEAST_EFFECT:
+            level = effect_of_levels(float(np.median(own_N[places[number:]])), better)
+            return (
+                f"{inside} of the last {late} nights are worse by {level:.1%}, and {number} of the {first} before: something comes "
+                "and goes; find what these nights share"
+            )
+    return ""
+
+
+def _chance_of(inside: int, late: int, total: int, nights: int) -> float:
+    """The chance that so many or more of all the nights that are far off lie among the last ones (Fisher's exact test, one-sided)."""
+    ways = sum(math.comb(late, one) * math.comb(nights - late, total - one) for one in range(inside, min(late, total) + 1))
+    return ways / math.comb(nights, total)
 
 
 def _worse(changes: Sequence[Change], in_all: float) -> str:

@@ -297,6 +297,23 @@ def test_bad_nights_do_not_hide_a_later_step(bad: tuple[int, ...]) -> None:
     assert found.verdict is Verdict.REGRESSION and found.changes[-1].night == night_label(45), found.summary
 
 
+@pytest.mark.parametrize("size", [1.2, 10.0])
+@pytest.mark.parametrize("every", [2, 3, 4])
+def test_single_nights_that_are_bad_again_and_again_are_told(every: int, size: float) -> None:
+    found = judge(series([size if night >= 40 and night % every == 0 else 1.0 for night in range(60)]))
+    bad = sum(night % every == 0 for night in range(40, 60))
+    assert found.verdict is Verdict.INCONCLUSIVE and not found.changes, found.summary
+    assert (
+        f"{bad} of the last {60 - 40 - (-40) % every} nights are worse by " in found.summary and "something comes and goes" in found.summary
+    )
+
+
+@pytest.mark.parametrize("bad", [(42, 47, 53), (3, 14, 27, 36, 44, 50, 55), (3, 9, 14, 20)])
+def test_a_few_bad_nights_or_some_as_ever_are_outliers(bad: tuple[int, ...]) -> None:
+    found = judge(series([1.5 if night in bad else 1.0 for night in range(60)]))
+    assert found.verdict is Verdict.PASS, found.summary
+
+
 @pytest.mark.parametrize("cold", [2.0, 9.0])
 def test_repetitions_that_differ_alike_in_all_nights_hide_no_step(cold: float) -> None:
     """The first one of each night is slow, as before caches are warm; their spread says nothing of how nights differ."""
