@@ -7,6 +7,7 @@ and records give equal bytes. The model in memory is the same after saving as be
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 import sys
@@ -115,6 +116,8 @@ def write_record(folder: Path, record: Mapping[str, Any], described: Any, digest
         digests: of its tensors, as `tensor_digests` gives them.
     """
     written = {**record, "quantization_config": described, "tensors": dict(digests)}
+    as_read = json.loads(_to_json(written))  # whose keys are texts
+    written["sha256"] = hashlib.sha256(_to_json(as_read).encode()).hexdigest()  # of all else in it, so that no edit goes unseen
     (folder / RECORD_FILE).write_text(_to_json(written), encoding="utf-8")
 
 

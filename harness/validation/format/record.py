@@ -19,6 +19,7 @@ from harness.reporting.record import CheckRecord, Claim
 from harness.reporting.verdict import Outcome
 from harness.validation.format.container import DTYPES, Checkpoint
 
+WHOLE = Claim("record.whole", "compression.json is, to the last value, as it was written")
 BASE = Claim("record.base", "compression.json was written for this base")
 DATA = Claim("record.data", "The data of the validation is not the calibration data")
 DIGESTS = Claim("record.tensors", "Every tensor is, bit for bit, the one that compression.json says was written, and there is no other")
@@ -184,9 +185,20 @@ def check_record(
     record = read_record(folder)
     if record is None:
         if not os.path.lexists(folder / RECORD_FILE):
-            return [claim.skipped(f"there is no {RECORD_FILE}") for claim in (BASE, DATA)]
-        return [BASE.record(Outcome.FAIL, f"{RECORD_FILE} is no JSON object"), DATA.skipped(f"{RECORD_FILE} cannot be read")]
-    return [_check_base(record.get("base"), base_hashes, weight_files), _check_data(record, data)]
+            return [claim.skipped(f"there is no {RECORD_FILE}") for claim in (WHOLE, BASE, DATA)]
+        unread = [claim.skipped(f"{RECORD_FILE} cannot be read") for claim in (BASE, DATA)]
+        return [WHOLE.record(Outcome.FAIL, f"{RECORD_FILE} is no JSON object"), *unread]
+    return [_check_whole(record), _check_base(record.get("base"), base_hashes, weight_files), _check_data(record, data)]
+
+
+def _check_whole(record: Mapping[str, Any]) -> CheckRecord:
+    rest = {key: value for key, value in record.items() if key != "sha256"}
+    if "sha256" not in record:
+        return WHOLE.record(Outcome.INCONCLUSIVE, f"{RECORD_FILE} holds no digest of itself, though every run notes it; compress again")
+    found = hashlib.sha256((json.dumps(rest, indent=2, sort_keys=True) + "\n").encode()).hexdigest()
+    if record["sha256"] != found:
+        return WHOLE.record(Outcome.FAIL, f"{RECORD_FILE} was changed after it had been written; restore it, or compress again")
+    return WHOLE.record(Outcome.PASS, "every value is as it was written")
 
 
 def _check_base(recorded: Any, base_hashes: Mapping[str, str], weight_files: Collection[str]) -> CheckRecord:

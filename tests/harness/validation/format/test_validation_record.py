@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from compressor.data import load_dataset_source
+from compressor.model.checkpoints.save import write_record
 from harness.validation.format.record import check_record, file_hashes, read_record
 
 HELD = replace(load_dataset_source([[*range(40)], [*range(50, 90)]]), sha256="d" * 64)
@@ -28,8 +29,31 @@ def outcomes(folder: Path, content: str | None) -> dict[str, tuple[str, str]]:
 
 def test_a_record_of_this_base_and_of_other_data_passes(tmp_path):
     content = {"base": {"config.json": "aa", "model.safetensors": "bb"}, "data": {"sha256": "e" * 64, "marks": OTHERS}}
-    found = outcomes(tmp_path, json.dumps(content))
-    assert {outcome for outcome, _ in found.values()} == {"pass"}
+    write_record(tmp_path, content, None, {})
+    found = outcomes(tmp_path, None)
+    assert {outcome for outcome, _ in found.values()} == {"pass"} and len(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("edit", "outcome"),
+    {
+        "nothing": (lambda d: None, "pass"),
+        "in another order": (lambda d: d.update(seed=d.pop("seed")), "pass"),
+        "seed": (lambda d: d.update(seed=1), "fail"),
+        "a number of another kind": (lambda d: d["layers"]["9"].__setitem__(0, 1.0), "fail"),
+        "a key more": (lambda d: d.update(more=None), "fail"),
+        "a key less": (lambda d: d.pop("seed"), "fail"),
+        "deep inside": (lambda d: d["layers"]["10"].pop(), "fail"),
+        "the digest": (lambda d: d.update(sha256="0" * 64), "fail"),
+        "a digest of another kind": (lambda d: d.update(sha256=None), "fail"),
+        "no digest": (lambda d: d.pop("sha256"), "inconclusive"),
+    }.values(),
+)
+def test_any_edit_of_a_record_is_told(tmp_path, edit, outcome):
+    write_record(tmp_path, {"seed": 0, "layers": {10: [0.1, "\u00e4"], 9: [1, True]}}, None, {})
+    content = json.loads((tmp_path / "compression.json").read_text())
+    edit(content)
+    assert outcomes(tmp_path, json.dumps(content, ensure_ascii=False))["record.whole"][0] == outcome
 
 
 @pytest.mark.parametrize(
@@ -133,8 +157,8 @@ def test_a_sample_that_comes_again_counts_each_time_and_a_template_once(tmp_path
 
 def test_a_broken_record_fails_and_none_is_skipped(tmp_path):
     assert {outcome for outcome, _ in outcomes(tmp_path, None).values()} == {"skip"}
-    assert outcomes(tmp_path, "{")["record.base"][0] == "fail"
-    assert outcomes(tmp_path, "[]")["record.base"][0] == "fail"
+    assert outcomes(tmp_path, "{")["record.whole"][0] == "fail"
+    assert outcomes(tmp_path, "[]")["record.whole"][0] == "fail"
     assert read_record(tmp_path) is None
 
 
