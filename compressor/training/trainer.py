@@ -333,6 +333,12 @@ class Trainer:
             return self._engine.eager(lambda: self.step.ranks.watched(lambda: self.step.captured_part(batch))).clone()
         if self.mode == "capture":
             return self._captured_once(known, batch)
+        loss, plan = self._replayed(known, batch), known.plan
+        if plan is not None:
+            plan.buffers.take_from(batch)
+        return loss
+
+    def _replayed(self, known: _KeyRecord, batch: Batch) -> Tensor:
         if known.plan is None:
             known.plan = Plan(self.step, batch, self._engine)
             if not known.plan.captured.ran_at_capture:
@@ -382,7 +388,8 @@ class Trainer:
     def _captured_once(self, known: _KeyRecord, batch: Batch) -> Tensor:
         """Run one step under the recorder, and hold its signature against the first of the key."""
         python = PythonValues()
-        captured = record(self.step, InputBuffers(batch), self._engine, python)
+        buffers = InputBuffers(batch)
+        captured = record(self.step, buffers, self._engine, python)
         if not captured.ran_at_capture:
             captured.replay()
         moved = None if known.lines is None else drift(known.lines, captured.lines)
@@ -391,6 +398,7 @@ class Trainer:
         if known.python is not None:
             known.python.refuse_moved(python)
         known.lines, known.python = captured.lines, known.python or python
+        buffers.take_from(batch)
         return captured.loss.clone()
 
     def _compared_with_eager(self, batch: Batch, run: Callable[[], Tensor]) -> Tensor:

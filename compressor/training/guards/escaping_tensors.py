@@ -20,7 +20,9 @@ from compressor.training.step.batch import Batch
 from compressor.training.step.step import TrainStep
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-BatchPart = tuple[str, Any, dict[Any, Any]]
+BatchPart = tuple[str, tuple[Any, ...], Any, dict[Any, Any]]
+Taking = tuple[tuple[Any, ...], Any]
+"""Where a container lies in a batch, and the key that a step takes out of it."""
 Kept = Mapping[tuple[nn.Module, str], list[Tensor]]
 
 
@@ -71,35 +73,39 @@ def batch_contents(batch: Batch) -> list[BatchPart]:
         batch: as the step is given it; not changed.
 
     Returns:
-        Of each container, and of the attributes of each tensor: its name, itself, and a copy of its content.
+        Of each container, and of the attributes of each tensor: its name, its place, itself, and a copy of its content.
     """
     found: list[BatchPart] = []
-    waiting: list[tuple[str, Any]] = [("batch", batch)]
+    waiting: list[tuple[str, tuple[Any, ...], Any]] = [("batch", (), batch)]
     while waiting:
-        name, value = waiting.pop()
+        name, path, value = waiting.pop()
         content = value.__dict__ if isinstance(value, Tensor) else value
         items = _items(content) if isinstance(content, dict | list | tuple) else {}
         if isinstance(content, dict | list):
-            found.append((name, content, items))
+            found.append((name, path, content, items))
         if not isinstance(value, Tensor):
-            waiting += [(f"{name}[{key!r}]", item) for key, item in items.items()]
+            waiting += [(f"{name}[{key!r}]", (*path, key), item) for key, item in items.items()]
     return found
 
 
-def check_batch(before: list[BatchPart], recorder: Recorder) -> None:
-    """Refuse a step that puts something into its batch, where the caller would look for it.
+def check_batch(before: list[BatchPart], recorder: Recorder) -> list[Taking]:
+    """Refuse a step that changes what its batch consists of: the caller may look there, or give the batch again.
 
     Args:
         before: what the batch held before the step.
         recorder: the record.
 
+    Returns:
+        What it only takes out of dicts, as `batch.pop("labels")` does: that can be repeated.
+
     Raises:
         EscapedTensorError: it puts a tensor of its own there.
-        GuardDriftError: it puts something else there.
+        GuardDriftError: it puts something else there, or gives it another order.
     """
-    for name, content, held in before:
-        there = list(map(id, held.values()))
-        for key, value in _items(content).items():
+    taken: list[Taking] = []
+    for name, path, content, held in before:
+        now, there = _items(content), set(map(id, held.values()))
+        for key, value in now.items():
             if id(value) in there if isinstance(content, list) else held.get(key, held) is value:
                 continue
             maker = next((made for made in map(recorder.maker, _tensors(value)) if made is not None), None)
@@ -109,6 +115,14 @@ def check_batch(before: list[BatchPart], recorder: Recorder) -> None:
                 f"{name}[{key!r}]: the step puts a {type(value).__name__} there, and a replay would not repeat it; keep it in a variable "
                 "of the loss function, or give it with the batch"
             )
+        left = held if isinstance(content, list) else {key: value for key, value in held.items() if key in now}
+        if [*now] != [*left] or list(map(id, now.values())) != list(map(id, left.values())):
+            raise GuardDriftError(
+                f"{name}: the step changes its length or order, and a replay would not repeat it for who gives the batch again; let the "
+                f"loss function change a copy ({type(content).__name__}(...))"
+            )
+        taken += [(path, key) for key in held if key not in now]
+    return taken
 
 
 def _items(content: Any) -> dict[Any, Any]:

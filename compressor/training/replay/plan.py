@@ -208,7 +208,7 @@ def _watch(
     with whereabouts.watching(), step.marking(mark), watching_host(step), python.watching():
         result = run(recorder, batch)
     recorder.finish()
-    check_batch(given, recorder)
+    buffers.taken = check_batch(given, recorder)
     _check_moved(tensors, step.tensors(), recorder)
     with one_look():
         check_escapes(step, recorder, kept, result[1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -216,10 +218,14 @@ class InputBuffers:
 
     Args:
         batch: the first batch; it is copied, and its metadata binds all later ones.
+
+    Attributes:
+        taken: places of dicts in a batch, and the keys that the step takes out of them.
     """
 
     def __init__(self, batch: Batch) -> None:
         self._key = batch_key(batch)[0]
+        self.taken: list[tuple[tuple[Any, ...], Any]] = []
         copies: dict[int, Tensor] = {}
         self._classes: dict[int, type[Tensor]] = {}
         self._leaves = named_leaves(batch)
@@ -261,6 +267,15 @@ class InputBuffers:
             f"batch{path}: {_spell(given.get(path))} was given for a buffer that was captured as {_spell(expected.get(path))}; "
             "give a batch of the captured metadata, or let the trainer choose the plan"
         )
+
+    def take_from(self, batch: Batch) -> None:
+        """Take out of a batch what the step has taken out of its buffers, as an eager one would have done.
+
+        Args:
+            batch: of the caller; changed.
+        """
+        for path, key in self.taken:
+            del functools.reduce(operator.getitem, path, batch)[key]
 
     def holds(self, batch: Batch) -> bool:
         """Say whether the buffers hold the values of a batch already.
