@@ -90,6 +90,40 @@ def test_what_a_step_puts_into_its_batch_is_refused_by_name(batches: Any, mode: 
     assert before.differences(Snapshot.take(run.step)) == [] and sorted(made[2][0]) == ["more", "x", "y"]
 
 
+TAKEN: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "a key": (lambda batch: batch.pop("hard", None), True),
+    "a key of a dict inside": (lambda batch: batch["more"][0].clear(), True),
+    "from a list": (lambda batch: batch["more"].pop(), False),
+    "the order of a list": (lambda batch: batch["weights"].reverse(), False),
+    "the order of keys": (lambda batch: batch.update(x=batch.pop("x")), False),
+    "a number once more": (lambda batch: batch["weights"].append(batch["weights"][0]), False),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_batches_that_come_again_are_as_an_eager_step_leaves_them(batches: Any, mode: Any, how: str, accumulate: int) -> None:
+    take, is_repeated = TAKEN[how]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        take(batch)
+        return classify(model, batch) * (2.0 if "hard" in batch else 3.0)
+
+    def run(mode: Any) -> tuple[list[float], list[Any]]:
+        made = [{**batches(n), "hard": 1, "more": [{"z": 1, "t": torch.ones(1)}], "weights": [1, 2]} for n in range(4 * accumulate)]
+        given = [made[n * accumulate :][:accumulate] if accumulate > 1 else made[n] for n in range(4)]
+        return trainer(loss_fn, mode, accumulate=accumulate).fit(lambda number: given[number % 4], 16), made
+
+    if not is_repeated:
+        with pytest.raises(GuardDriftError, match="the step changes its length or order"):
+            run(mode)
+        return
+    (losses, left), (ours, also) = run("eager"), run(mode)
+    assert losses == ours
+    assert [[*batch, *batch["more"][0]] for batch in left] == [[*batch, *batch["more"][0]] for batch in also]
+
+
 def test_taking_from_a_batch_is_no_writing(batches: Any) -> None:
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         y = batch.pop("y")
