@@ -21,9 +21,9 @@ def middles_of(grid: Tensor) -> Tensor:
 
 
 def power_scales(
-    subject: Quantizer, columns: int, scale: float, *, rows: int = 2, dtype: torch.dtype | None = None
+    subject: Quantizer, columns: int, scale: float, *, rows: int = 2, dtype: torch.dtype | None = None, above: int = 0
 ) -> tuple[Quantized, float]:
-    """Return scales of one power of two, and zero points at the lowest code, to encode values with.
+    """Return scales of one power of two, and zero points at the lowest code or a little above it, to encode values with.
 
     Args:
         subject: a quantizer.
@@ -31,6 +31,7 @@ def power_scales(
         scale: the power.
         rows: of the tensor.
         dtype: of the weight whose scales they replace; by default float32, or the first one that the subject takes.
+        above: codes between the lowest one and the zero point.
 
     Returns:
         Codes of no meaning under these scales, and the zero point of each value, 0 where there is none.
@@ -40,7 +41,7 @@ def power_scales(
     like = subject.quantize(hurtful("bell", (rows, columns), dtype))
     wide = torch.full_like(like.scale if like.scale.dtype.itemsize > 1 else like.scale.to(torch.float32), scale)
     # An even one: whether codes are rounded before or after it is added must not decide which neighbour is even.
-    lowest = float(subject.code_values[0])
+    lowest = float(subject.code_values[0]) + above
     zero_point = None if like.zero_point is None else torch.full_like(like.zero_point, lowest)
     global_scale = None if like.global_scale is None else torch.ones_like(like.global_scale)
     return replace(like, scale=wide, zero_point=zero_point, global_scale=global_scale), 0.0 if zero_point is None else lowest

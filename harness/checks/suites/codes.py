@@ -375,25 +375,30 @@ def ties(subject: Quantizer, context: CheckContext) -> str:
         for shape in ((1, narrow), (MOST_ROWS, narrow), (narrow, narrow), (2, MOST_COLUMNS)):
             for power in POWERS if shape[0] == 1 else POWERS[:1]:
                 _hold_given_ties(subject, dtype, shape, power)
+        _hold_given_ties(subject, dtype, (2, narrow), POWERS[0], above=1)
         count += _hold_own_ties(subject, dtype)
     own = f", and {count} under scales of its own" if count else ""
     return f"{len(middles_of(subject.code_values))} ties and their neighbours under 2 scales in {len(subject.dtypes)} dtypes{own}"
 
 
-def _hold_given_ties(subject: Quantizer, dtype: torch.dtype, shape: tuple[int, int], power: int) -> None:
+def _hold_given_ties(subject: Quantizer, dtype: torch.dtype, shape: tuple[int, int], power: int, above: int = 0) -> None:
     """The columns are rounded up to what the quantizer takes, and so are the rows of a square."""
     grid = subject.code_values
     columns = -(-shape[1] // subject.column_multiple) * subject.column_multiple
     rows = columns if shape[0] == shape[1] else shape[0]
-    like, offset = power_scales(subject, columns, 2.0**power, rows=rows, dtype=dtype)
+    like, offset = power_scales(subject, columns, 2.0**power, rows=rows, dtype=dtype, above=above)
     at = ((tied(grid, rows, columns) - offset) * 2.0**power).to(dtype)
     for name, values in _and_beside(at):
         codes = subject.encode(values, like).to(torch.float64)
         positions = values.to(torch.float64) / 2.0**power + offset
         # An ulp that is lost when the zero point is added leaves a tie; either side is right then.
         kept = is_exact(torch.full_like(positions, 2.0**power), positions, dtype)
-        expected = nearest(positions, grid)
-        refuse(kept & (codes != expected), f"{dtype}, {name}: not half to even", code=codes, expected=expected, position=positions)
+        expected, text = nearest(positions, grid), f"{dtype}, {name}: not half to even"
+        if above and like.zero_point is not None:  # an odd one: who rounds before it is added takes the other neighbour, always
+            text += " under an odd zero point, neither of codes nor of values"
+            before = ((positions - offset).round() + offset).clamp(grid[0], grid[-1])
+            expected = expected if bool((kept & (codes != before)).any()) else before
+        refuse(kept & (codes != expected), text, code=codes, expected=expected, position=positions)
 
 
 def _and_beside(at: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -277,6 +277,38 @@ def test_a_quantizer_without_a_mistake_is_odd() -> None:
     assert record.outcome is Outcome.PASS, record.summary
 
 
+def _after(values: Tensor, zero: Tensor) -> Tensor:
+    return (values + zero).round()
+
+
+def _before(values: Tensor, zero: Tensor) -> Tensor:
+    return values.round() + zero
+
+
+def _up_where_odd(values: Tensor, zero: Tensor) -> Tensor:
+    return torch.where(zero % 2 == 0, (values + zero).round(), (values + zero + 0.5).floor())
+
+
+def _in_turn(values: Tensor, zero: Tensor) -> Tensor:
+    """Another neighbour in each second column."""
+    return torch.where(torch.arange(values.shape[1]) % 2 == 0, _after(values, zero), _before(values, zero))
+
+
+@pytest.mark.parametrize(("rounds", "passes"), [(_after, True), (_before, True), (_up_where_odd, False), (_in_turn, False)])
+def test_under_an_odd_zero_point_ties_are_even_in_codes_or_in_values(rounds: Callable[[Tensor, Tensor], Tensor], passes: bool) -> None:
+    class Rounds(OurQuantizer):
+        def encode(self, values: Tensor, like: Quantized) -> Tensor:
+            codes = super().encode(values, like)
+            if like.zero_point is None or like.scale.shape[1] != 1:
+                return codes
+            found = rounds(values.detach().double() / like.scale.double(), like.zero_point.double())
+            return found.clamp(self.code_values[0], self.code_values[-1]).to(codes.dtype)
+
+    (record,) = harness.check(Rounds(ASYM), checks=["quantizer.ties"], draws=False).records
+    assert (record.outcome is Outcome.PASS) is passes, record.summary
+    assert passes or "under an odd zero point, neither of codes nor of values" in record.summary
+
+
 class TiesUp(OurQuantizer):
     """A tie goes to the higher code in values of one kind."""
 
