@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from compressor.atomic import check_output_dir, whole_or_nothing
 from compressor.data.layouts import has_memory, kind_of
 from compressor.errors import CheckpointError, OutputError
+from compressor.json_text import from_json
 from compressor.model.checkpoints.audit import audit_qparams, tensor_digests
 from compressor.model.checkpoints.format import config_of, stored_keys, stored_names, unquantized_linears
 from compressor.model.checkpoints.online import rotation_tensors, transform_config
@@ -116,7 +117,7 @@ def write_record(folder: Path, record: Mapping[str, Any], described: Any, digest
         digests: of its tensors, as `tensor_digests` gives them.
     """
     written = {**record, "quantization_config": described, "tensors": dict(digests)}
-    as_read = json.loads(_to_json(written))  # whose keys are texts
+    as_read = from_json(_to_json(written))  # whose keys are texts
     written["sha256"] = hashlib.sha256(_to_json(as_read).encode()).hexdigest()  # of all else in it, so that no edit goes unseen
     (folder / RECORD_FILE).write_text(_to_json(written), encoding="utf-8")
 

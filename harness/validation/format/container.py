@@ -137,6 +137,23 @@ def _entry(path: Path, name: str, fields: Mapping[str, Any], data_start: int) ->
     return TensorEntry(path, dtype, shape, start, end)
 
 
+def whole(value: Any) -> int:
+    """Take a whole number of JSON, and nothing that only becomes one.
+
+    Args:
+        value: as read.
+
+    Returns:
+        It.
+
+    Raises:
+        TypeError: a text, a flag, or a number with a part behind the point.
+    """
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
+
+
 def read_checkpoint(folder: Path, *, finished: bool = True) -> Checkpoint:
     """Read the headers of the safetensors files of a folder; what is wrong with them is listed, not raised.
 

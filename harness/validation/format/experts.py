@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from harness.tolerance.bits import to_bytes
-from harness.validation.format.container import Checkpoint, TensorEntry
+from harness.validation.format.container import Checkpoint, TensorEntry, whole
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,13 @@ def read_experts(entry: Mapping[str, Any]) -> PrunedExperts:
     layers = tuple(
         KeptExperts(
             str(one["experts"]),
-            tuple(int(place) for place in one["kept"]),
-            {str(name): int(axis) for name, axis in one["tensors"].items()},
+            tuple(whole(place) for place in one["kept"]),
+            {str(name): whole(axis) for name, axis in one["tensors"].items()},
             frozenset(str(name) for name in one["refit"]),
         )
         for one in entry["layers"]
     )
-    found = PrunedExperts(str(entry["modifier"]), tuple(str(name) for name in entry["setting"]), int(entry["num_experts"]), layers)
+    found = PrunedExperts(str(entry["modifier"]), tuple(str(name) for name in entry["setting"]), whole(entry["num_experts"]), layers)
     if len({len(layer.kept) for layer in layers}) != 1 or not found.setting:
         raise ValueError("layers keep different numbers of experts, or none")
     return found

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.validation.format.container import Checkpoint
+from harness.validation.format.container import Checkpoint, whole
 
 _ORTHOGONAL = 1e-5  # largest entry of Q Q^T - I
 
@@ -189,7 +189,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _matrix(entry: Mapping[str, Any]) -> Tensor:
-    size = int(entry["size"])
+    size = whole(entry["size"])
     if size < 1:
         raise ValueError(f"a matrix of {size} channels")
     if "values" in entry:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from harness.tolerance.bits import to_bytes
-from harness.validation.format.container import MISSHAPEN, Checkpoint, TensorEntry
+from harness.validation.format.container import MISSHAPEN, Checkpoint, TensorEntry, whole
 from harness.validation.format.experts import PrunedExperts, read_experts, with_fewer_experts
 from harness.validation.format.experts import misfits as misfits_of_experts
 from harness.validation.format.rotations import Rotations, misfits, read_rotations
@@ -272,10 +272,10 @@ def _read(entry: Any) -> MovedScale:
         raise ValueError(f"kind {entry['kind']!r} is not known; a newer harness may know it")
     data = np.frombuffer(base64.b64decode(entry["factors"], validate=True), dtype="<f4")
     factors_C = torch.from_numpy(data.astype(np.float32))
-    head_dim = None if entry["head_dim"] is None else int(entry["head_dim"])
+    head_dim = None if entry["head_dim"] is None else whole(entry["head_dim"])
     readers = tuple(str(name) for name in entry["readers"])
     return MovedScale(
-        str(entry["modifier"]), str(entry["source"]), readers, factors_C, head_dim, int(entry["repeats"]), float(entry["offset"])
+        str(entry["modifier"]), str(entry["source"]), readers, factors_C, head_dim, whole(entry["repeats"]), float(entry["offset"])
     )
 
 

@@ -73,6 +73,8 @@ ACCOUNTS: dict[str, tuple[Callable[[list[dict[str, Any]]], Any], str, str]] = {
     "another order": (lambda one: one[0]["layers"][0]["kept"].reverse(), "files.tensors", "layers.0.mlp"),
     "one twice": (lambda one: one[0]["layers"][0].update(kept=[1, 1, 2, 3]), "behaviour.transforms", "are no experts of 6"),
     "one that is not there": (lambda one: one[0]["layers"][0].update(kept=[1, 2, 3, 6]), "behaviour.transforms", "are no experts of 6"),
+    "half a number": (lambda one: one[0]["layers"][0]["kept"].append(1.5), "behaviour.transforms", "1.5 is no whole number"),
+    "a flag": (lambda one: one[0].update(num_experts=True), "behaviour.transforms", "True is no whole number"),
     "layers of different sizes": (lambda one: one[0]["layers"][0].update(kept=[1, 2, 3]), "behaviour.transforms", "different numbers"),
     "no router": (lambda one: one[0]["layers"][0].update(tensors={}), "files.tensors", "layers.0.mlp"),
     "another axis": (
