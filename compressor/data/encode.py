@@ -187,7 +187,7 @@ def check_batches(data: HasBatches, model: nn.Module) -> None:
         if not isinstance(batch, dict):
             continue
         for name in (one for one in batch if one not in known):
-            if near := misspelt(name, known - batch.keys()):
+            if near := misspelt(name, frozenset(known - batch.keys())):
                 raise DatasetError(f"dataset batch {number}: {name!r} is no input of the model; did you mean {near!r}?")
         if table is not None and "input_ids" in batch:
             _check_ids(batch["input_ids"], table.num_embeddings, number)

@@ -11,7 +11,7 @@ import inspect
 import json
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -272,7 +272,8 @@ def _list_rows(items: list[Any] | tuple[Any, ...], text_column: str, seed: int |
             yield Row(where, "text" if isinstance(item, str) else "input_ids", item)
 
 
-def misspelt(name: str, known: Iterable[str]) -> str | None:
+@lru_cache(maxsize=1024)  # rows have the same columns, and there may be a million
+def misspelt(name: str, known: frozenset[str]) -> str | None:
     """Find the word that is meant by one that nearly is it, as `attention_maks` is: such a mask would be passed over without a word.
 
     Args:
@@ -288,8 +289,9 @@ def misspelt(name: str, known: Iterable[str]) -> str | None:
 
 def _wanted_columns(columns: list[str], where: str, text_column: str) -> list[str]:
     """Return the columns to read: token ids before text, text before conversations."""
+    missing = frozenset(MASKS).difference(columns)
     for name in map(str, columns):
-        if near := misspelt(name, set(MASKS).difference(columns)):
+        if near := misspelt(name, missing):
             raise DatasetError(f"{where}: the column {name!r} is not read; did you mean {near!r}?")
     first = next((name for name in ("input_ids", text_column, *CONVERSATIONS) if name in columns), text_column)
     if text_column not in (TEXT_COLUMN, first):

@@ -63,7 +63,7 @@ def test_a_name_that_says_more_is_another_one() -> None:
     data = Data()
     data.batches = [{"input_ids": torch.tensor([[0]]), "mm_token_type_ids": torch.tensor([[1]]), "num_items_in_batch": torch.tensor(1)}]
     check_batches(data, Named())
-    assert misspelt("assistant_masks", ("attention_mask", "loss_mask")) is None
+    assert misspelt("assistant_masks", frozenset(("attention_mask", "loss_mask"))) is None
 
 
 def test_a_misspelt_mask_of_a_row_is_told() -> None:
