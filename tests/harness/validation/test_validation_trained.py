@@ -142,6 +142,14 @@ def test_zeros_that_were_promised_are_counted_in_the_file(workspace, pruned):
     assert outcomes(validate(workspace.base, pruned, workspace.dataset, trained=True))["weights.sparsity"] == "pass"
 
 
+def test_a_record_without_its_modules_says_nothing_of_zeros(workspace, pruned):
+    (pruned / "compression.json").write_text(json.dumps({"seed": 0}))
+    record = sparsity_of(workspace, pruned)
+    assert record.outcome == "inconclusive" and "lists no modules" in record.summary
+    (pruned / "compression.json").unlink()
+    assert sparsity_of(workspace, pruned).outcome == "skip"
+
+
 def plant(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors["model.layers.1.mlp.up_proj.weight"])
