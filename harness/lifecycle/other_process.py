@@ -32,8 +32,9 @@ from harness.lifecycle.driving.time_limit import Stopwatch, run_limited
 from harness.lifecycle.subject import Subject
 
 _SECONDS, _SECONDS_TO_END = 300.0, 2.0
-_HASH_SEEDS = ("1", "2", "3")
-"""Fixed, so that what they say of each other is the same every time, whatever the hashes of the process that asks are."""
+HASH_SEEDS = ("326", "97", "311")
+"""Fixed, so that what they say of each other is the same every time, whatever the hashes of the process that asks are; and chosen such that
+every two of the linear layers of the model of `harness verify` stand in both orders: by the hash of their names, and in a set of them."""
 
 
 class NoAnswerError(Exception):
@@ -63,7 +64,7 @@ def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, st
         NoAnswerError: the modifier cannot be made there, a call of it hangs, or no answer came in five minutes.
     """
     asked = {"recipe": recipe, "tags": sorted(tags), "seed": seed, "limit": limit, "path": sys.path, "threads": torch.get_num_threads()}
-    return [_ask(process, asked, still_alive) for process in [_started(os.getpid(), one) for one in _HASH_SEEDS]]
+    return [_ask(process, asked, still_alive) for process in [_started(os.getpid(), one) for one in HASH_SEEDS]]
 
 
 def _ask(process: subprocess.Popen[bytes], asked: Mapping[str, Any], still_alive: Callable[[], None]) -> dict[str, str]:

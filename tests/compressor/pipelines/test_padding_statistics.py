@@ -341,7 +341,8 @@ def test_the_mask_of_a_decoder_is_said_not_to_be_read_whatever_its_length(is_pad
     model = tiny.t5(vocab_size=64)
     layer = "encoder.block.0.layer.0.SelfAttention.q"  # those of the decoder do not line up with a padded encoder
     notes = quantize(model, load_dataset_source(DataLoader([batch], batch_size=None)), "basic", layer)  # type: ignore[arg-type]
-    assert any(note.startswith("decoder_attention_mask of the batches is not read, and") for note in notes)
+    (note,) = (note for note in notes if note.startswith("decoder_attention_mask of the batches is not read, and"))
+    assert "no loss_mask speaks of a decoder's tokens: give batches without padding" in note
     labels = {"input_ids": ids, "attention_mask": mask, "labels": ids[:, :5].where(decoder_mask == 1, -100)}
     notes = quantize(tiny.t5(vocab_size=64), load_dataset_source(DataLoader([labels], batch_size=None)), "basic", layer)  # type: ignore[arg-type]
     assert any(note.startswith("-100 among the labels of the batches is not read, and") for note in notes)

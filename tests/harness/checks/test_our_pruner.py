@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -44,3 +46,23 @@ def test_the_checks_see_a_threshold_that_takes_all_equals() -> None:
 
     outcomes = [record.outcome for record in check(Pruner(threshold, sparsity=0.5, scope="tensor")).records]
     assert Outcome.FAIL in outcomes
+
+
+def _all(tail: Tensor) -> Tensor:
+    return tail
+
+
+def _all_but_the_largest(tail: Tensor) -> Tensor:
+    return tail.scatter(1, tail.abs().argmax(1, keepdim=True), 0) if tail.shape[1] > 2 else tail
+
+
+@pytest.mark.parametrize(("of_tail", "says"), [(_all, "the last 3 keep 3, not 2"), (_all_but_the_largest, "which is by far the largest")])
+def test_what_is_left_of_a_row_is_held_to_the_pattern_too(of_tail: Callable[[Tensor], Tensor], says: str) -> None:
+    def prune(weight: Tensor, hessian: Tensor) -> Tensor:
+        whole = weight.shape[1] // 4 * 4
+        blocks = weight[:, :whole].unflatten(1, (-1, 4))
+        kept = blocks.scatter(-1, blocks.abs().argsort(-1, stable=True)[..., :2], 0).flatten(1)
+        return torch.cat([kept, of_tail(weight[:, whole:])], 1)
+
+    (record,) = check(Pruner(prune, sparsity=0.5, pattern=(2, 4)), checks=["sparsifier.pattern"]).records
+    assert record.outcome is Outcome.FAIL and says in record.summary, record.summary

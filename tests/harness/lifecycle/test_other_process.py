@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import importlib
+import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from compressor.recipe import load_recipe
-from harness.lifecycle.other_process import NoAnswerError, run_elsewhere
+from harness.lifecycle.driving.probes import TinyModel
+from harness.lifecycle.other_process import HASH_SEEDS, NoAnswerError, run_elsewhere
+
+ORDERS = "import sys; n = sys.argv[1:]; print(sorted(n, key=lambda one: (hash(one), one)), list(set(n)))"
+
+
+def test_any_two_linear_layers_stand_in_both_orders_in_the_other_processes() -> None:
+    names = [name for name, module in TinyModel().named_modules() if isinstance(module, nn.Linear)]
+    pairs: list[set[tuple[str, str]]] = [set(), set()]
+    for seed in HASH_SEEDS:
+        done = subprocess.run([sys.executable, "-S", "-c", ORDERS, *names], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True)
+        by_hash, in_set = done.stdout.strip()[1:-1].split("] [")
+        for found, text in zip(pairs, (by_hash, in_set), strict=True):
+            found |= set(itertools.combinations([name.strip("' ") for name in text.split(",")], 2))
+    assert pairs == [set(itertools.permutations(names, 2))] * 2 and len(names) == 5
+
 
 HANGING = """
 import time
