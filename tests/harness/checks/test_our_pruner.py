@@ -61,7 +61,7 @@ def test_what_is_left_of_a_row_is_held_to_the_pattern_too(of_tail: Callable[[Ten
     def prune(weight: Tensor, hessian: Tensor) -> Tensor:
         whole = weight.shape[1] // 4 * 4
         blocks = weight[:, :whole].unflatten(1, (-1, 4))
-        kept = blocks.scatter(-1, blocks.abs().argsort(-1, stable=True)[..., :2], 0).flatten(1)
+        kept = blocks.scatter(-1, blocks.abs().argsort(stable=True)[..., :2], 0).flatten(1)
         return torch.cat([kept, of_tail(weight[:, whole:])], 1)
 
     (record,) = check(Pruner(prune, sparsity=0.5, pattern=(2, 4)), checks=["sparsifier.pattern"]).records
