@@ -65,6 +65,19 @@ def watched_modules(session: Session, *, keeping: bool = False) -> Watched:
     return tuple(name for name, module in session.state.model.named_modules() if id(module) in hooked)
 
 
+def watched_elsewhere(session: Session, names: Collection[str]) -> set[str]:
+    """Find the hooked modules that are none of these.
+
+    Args:
+        session: its modifiers own the hooks.
+        names: of the modules of a stage.
+
+    Returns:
+        Dotted names.
+    """
+    return set(watched_modules(session)).difference(names)
+
+
 @contextmanager
 def calibration_mode(state: State) -> Iterator[None]:
     """Switch dropout and key/value caches off for the duration, and forget the token mask at the end. Changes the model.

@@ -35,6 +35,7 @@ from compressor.pipelines.forward_checks import (
     set_token_mask,
     shared_parameters,
     unchanged_elsewhere,
+    watched_elsewhere,
     watched_modules,
     weights_held_to,
 )
@@ -45,7 +46,7 @@ from compressor.pipelines.offload.onload import OnloadedWeights, WeightsByStretc
 from compressor.pipelines.settings import SequentialSettings, around_watched, check_base_stream, cut_at_inputs, whole_notes
 from compressor.progress import Progress, Task
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
-from compressor.tracing.graph.nodes import one_line
+from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
 
 
@@ -230,12 +231,13 @@ def _trace(
             leaves=settings.leaves,
             engine=engine,
             max_variants=settings.max_variants,
-            verify=settings.verify,
+            verify="all" if differ and settings.verify == "first" else settings.verify,
             device=state.device,
             targets_per_stage=per_stage,
             put_away=weights.put_away,
         )
 
+    differ = False
     if not watched:
         state.report.notes.append("layers were not run for all batches, for nothing in the recipe learns from what flows through them")
     if settings.num_passes == 2 or not watched:
@@ -252,6 +254,7 @@ def _trace(
         if settings.passes == "one":
             raise TracingError(f"passes: 'one' is not possible here: {error}; or leave passes out") from error
         state.report.notes.append(f"each layer ran twice, for its modules could not be cut apart: {error}")
+        differ = isinstance(error, Unrepeatable)  # of some batches, it may be, which a few others would not show of layers
         return plan(layers, settings.engine, 1), False
 
 
@@ -305,7 +308,7 @@ def _run_stage(
     names, model = stage.module_names, session.state.model
     session.state.monitor.begin_stage()
     # When nobody watches a later module, one sample goes on: it alone shows calls that would come too late.
-    is_last = not _watched_elsewhere(session, names)
+    is_last = not watched_elsewhere(session, names)
     is_finished = journal.open_stage(session, stage.index, stage.name, names, num_stages)
     if is_finished:
         # The hooks in here stay blind: what they would learn lies in the journal, compressed already.
@@ -329,7 +332,7 @@ def _run_stage(
             # Without propagation what comes later is calibrated on the model as it was, too.
             fixed = stage.passed.union(outside) if propagate_error else {name for name, _ in model.named_parameters(remove_duplicate=False)}
             if session.state.has_base_stream:  # which runs later layers as they are then
-                fixed |= _watched_elsewhere(session, names) | shared_parameters(model)
+                fixed |= watched_elsewhere(session, names) | shared_parameters(model)
             with unchanged_elsewhere(session.state, fixed, names, targets):
                 session.send(EventType.SEQUENTIAL_EPOCH_END, modules=names)
             check_alike(session.state, names)
@@ -337,7 +340,7 @@ def _run_stage(
     return_freed_pages()
     if propagate_error:
         # Asked again, because a modifier may have hooked other modules while it compressed these.
-        only_first = is_last and not _watched_elsewhere(session, names)
+        only_first = is_last and not watched_elsewhere(session, names)
         with (
             memory_explained(model, stage.name, "propagated", names),
             _compressed_explained(session.state, names),
@@ -439,15 +442,11 @@ def _check_called_late(session: Session, plan: Plan, propagate_error: bool) -> N
     if wrong:
         again = "the forward uses it again after later layers"
         if plan.engine == "suspend":
-            again = "paused forwards run it again after its stage, for a layer that they call several times"
+            again = "paused forwards run it, or use its weight, again after its stage"
         raise TracingError(
             f"{some(wrong)}: {again}, and what learns behind that would learn from it compressed; "
             'use propagate_error=True, pipeline="basic" or other sequential targets'
         )
-
-
-def _watched_elsewhere(session: Session, names: Sequence[str]) -> set[str]:
-    return set(watched_modules(session)).difference(names)
 
 
 def _check_called(session: Session, uncalled: Sequence[str], named: Sequence[str] | None) -> None:

@@ -212,10 +212,12 @@ class Plan:
             Their names.
         """
         if self.engine == "graph":
-            return tuple(dict.fromkeys(name for variant in self.variants for name in variant.program.called_late(watched)))
+            programs = [variant.program for variant in self.variants]
+            return tuple(dict.fromkeys(name for one in programs for name in (*one.called_late(watched), *sorted(one.lent))))
         trails, targets = tuple(self._trails.values()), self.partition.targets
         rank = merged_rank(trails, {name: place for place, name in enumerate(targets)})
-        return run_late(trails, rank, [name for name in targets if not set(watched).isdisjoint(module_names(self.model, name))])
+        learning = [name for name in targets if not set(watched).isdisjoint(module_names(self.model, name))]
+        return tuple(dict.fromkeys((*run_late(trails, rank, learning), *sorted({name for trail in trails for name in trail.lent}))))
 
     def _set_by_forwards(self) -> frozenset[str]:
         """What the forwards that have been planned set on modules, by dotted name."""

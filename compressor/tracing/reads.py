@@ -89,6 +89,7 @@ class ForeignWeights:
 
     Attributes:
         inside: target that runs at the moment, or another name of the code that does; None for the code between targets.
+        lent: targets whose weight another target has used, after they had been called.
     """
 
     def __init__(self, model: nn.Module, targets: Mapping[str, nn.Module], *, pauses: bool) -> None:
@@ -104,6 +105,7 @@ class ForeignWeights:
         self._called: set[str] = set()
         # Name of a weight: its targets, where it was used, whether after one of them.
         self._used: dict[str, tuple[set[str], str, bool]] = {}
+        self.lent: set[str] = set()
         holders: dict[int, set[str]] = {}  # module to the targets that it lies in
         for target, module in targets.items():
             for below in module.modules():
@@ -163,8 +165,11 @@ class ForeignWeights:
     def _note(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> None:
         targets = self._owners[id(tensor)]
         is_late = not targets.isdisjoint(self._called)
-        is_over = is_late and not (self._pauses and self.inside is None)
-        if not is_over and self.inside not in targets and (func is None or not _asks(func, args, tensor)):
+        if self.inside in targets or (func is not None and _asks(func, args, tensor)):
+            return
+        if is_late and (self.inside is not None or func is None):
+            self.lent |= targets & self._called
+        if not is_late or (self._pauses and self.inside is None):
             self._used.setdefault(self._names[id(tensor)], (targets, str(current_place()), is_late))
 
     @property

@@ -23,7 +23,7 @@ from compressor.tracing.graph.run import GraphRun
 from compressor.tracing.picking import are_new_together, excerpt, facts_of, other_content, pick, unproved
 from compressor.tracing.proof import Comparison, Difference, Found, OtherNumbers, Seen
 from compressor.tracing.reads import HostReads, LeftMemory, catching
-from compressor.tracing.targets.call_order import plain_forwards
+from compressor.tracing.targets.call_order import check_weights, plain_forwards
 from compressor.tracing.targets.partition import module_names, taken_apart
 from compressor.tracing.targets.records import Guard, Stage, Verify
 from compressor.tracing.targets.running import RenewingStore
@@ -82,6 +82,9 @@ def verify_programs(
     comparisons = []
     for taken in _rounds(cases):
         batches = [case.batch for case in taken]
+        for batch in batches if numbers is None else ():
+            with returning():
+                check_weights(model, groups, batch)
         left = LeftMemory([*held_tensors(model), *batches]) if is_few else None
         expected, kept = plain_forwards(model, watched, batches, returning, numbers, left, reads if is_few else None)
         reads.forget()

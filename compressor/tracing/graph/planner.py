@@ -74,7 +74,7 @@ def record(
     program = build_program(model, recorder, encoded, signature_of(batch), groups, reassigned)
     program.reads = reads.first or recorder.left
     program.readers = frozenset(reads.places)
-    program.borrowed = recorder.weights.borrowed
+    program.borrowed, program.lent = recorder.weights.borrowed, frozenset(recorder.weights.lent)
     return program
 
 

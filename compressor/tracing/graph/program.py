@@ -86,6 +86,7 @@ class Program:
         order: number of each node when it was recorded.
         light: names of the modules that do nothing but scale and shift, such as norms.
         borrowed: targets that it does not call, and the weight of theirs that it uses.
+        lent: targets whose weight another target has used, after they had been called.
         first_uses: dotted names of the modules that it calls and the tensors that it reads, and the first segment in which it does.
     """
 
@@ -102,6 +103,7 @@ class Program:
     order: Mapping[fx.Node, int] = field(default_factory=dict)
     light: frozenset[str] = frozenset()
     borrowed: tuple[tuple[str, str], ...] = ()
+    lent: frozenset[str] = frozenset()
     first_uses: Mapping[str, int] = field(default_factory=dict)
 
     def cut(self, groups: Mapping[str, int]) -> None:

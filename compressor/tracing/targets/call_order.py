@@ -6,7 +6,7 @@ import dataclasses
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -127,7 +127,42 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> 
     if strays:
         raise TracingError(f"{strays[0]}: is called from a thread of its own, {_NO_PAUSE}")
     weights.check()
-    return Trail(tuple(calls), outside=tuple(outside), borrowed=weights.borrowed)
+    return Trail(tuple(calls), outside=tuple(outside), borrowed=weights.borrowed, lent=frozenset(weights.lent))
+
+
+@torch.no_grad()
+def check_weights(model: nn.Module, names: Iterable[str], batch: Batch) -> None:
+    """Refuse a batch that uses a weight of a target before that is called; what was recorded of another batch does not tell.
+
+    Args:
+        model: runs a plain forward.
+        names: of the targets.
+        batch: on the device of the model; not modified.
+
+    Raises:
+        Unrepeatable: it does.
+    """
+    targets = {name: model.get_submodule(name) for name in names}
+    weights, reads = ForeignWeights(model, targets, pauses=False), HostReads(model, frozenset())
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            weights.look(None, args, kwargs)
+            weights.enter(name)
+            weights.inside = name
+
+        return hook
+
+    def leave(module: nn.Module, args: object, output: object) -> None:
+        weights.inside = None
+
+    with ExitStack() as hooks, without_traces(), _Looking(weights, reads):
+        for name, module in targets.items():
+            hooks.callback(module.register_forward_pre_hook(_of_it_alone(module, enter(name)), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(_of_it_alone(module, leave), always_call=True).remove)
+        plain_forward(model, batch)
+    reads.forget()
+    weights.check()
 
 
 def _of_it_alone(module: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:

@@ -42,6 +42,7 @@ class Trail:
         reads: what it may hand on unseen: a Python value that it reads off its data, or what it leaves on the model; empty where nothing.
         reassigned: dotted names of attributes and buffers that it sets on modules.
         borrowed: targets that it does not call, and the weight of theirs that it uses.
+        lent: targets whose weight another target has used, after they had been called.
     """
 
     calls: tuple[str, ...]
@@ -51,6 +52,7 @@ class Trail:
     reads: str = ""
     reassigned: frozenset[str] = frozenset()
     borrowed: tuple[tuple[str, str], ...] = ()
+    lent: frozenset[str] = frozenset()
 
 
 def merged_rank(trails: Sequence[Trail], rank: Mapping[str, int]) -> dict[str, int]:

@@ -7,13 +7,16 @@ must not fit.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from compressor import oneshot
 from compressor.algorithms.hessian import Hessian
 from compressor.data import CalibrationData, load_dataset_source
 from compressor.errors import TracingError
@@ -190,7 +193,7 @@ def test_paused_forwards_that_would_run_a_compressed_layer_again_are_refused_bef
         found = _hessians(order, "sequential", engine="suspend")
         assert all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in wanted.items())
         return
-    with pytest.raises(TracingError, match=r"layers\.\d.*: paused forwards run it again after its stage"):
+    with pytest.raises(TracingError, match=r"layers\.\d.*: paused forwards run it, or use its weight, again after its stage"):
         _hessians(order, "sequential", engine="suspend")
 
 
@@ -200,3 +203,59 @@ def test_a_weight_that_is_read_again_is_what_it_was_or_refused() -> None:
     assert all(torch.allclose(found[name], value, rtol=1e-4, atol=1e-6) for name, value in wanted.items())
     with pytest.raises(TracingError, match=r"layers\.1: the forward uses it again after later layers"):
         _hessians((0, 1, 2), "sequential", True, 1)
+
+
+class _Lending(nn.Module):
+    """One layer uses the weight of another in its own forward, for all batches or for some."""
+
+    def __init__(self, lender: int, when: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer() for _ in range(3))
+        self.head = nn.Linear(16, 16)
+        self.layers[1].lender = (self.layers[lender],)  # type: ignore[assignment]
+        self.layers[1].when = when  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class _Layer(nn.Module):
+    lender: tuple[nn.Module, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.relu(self.up(x))
+        if self.lender and self.when(x):  # type: ignore[operator]
+            y = y + x @ self.lender[0].up.weight  # type: ignore[operator]
+        return y
+
+
+def _lent(lender: int, when: Callable[[Tensor], bool], **asked: Any) -> Any:
+    torch.manual_seed(0)
+    batches = DataLoader([{"x": torch.randn(2, length, 16) * (1 + (length == 5))} for length in (9, 12, 9, 7, 5)], batch_size=None)  # type: ignore[arg-type]
+    groups: Any = {"all": {"targets": ["Linear"], "weights": WEIGHTS}}
+    return oneshot(
+        _Lending(lender, when).eval(), recipe=GPTQModifier(config_groups=groups, **asked.pop("of", {})), dataset=batches, **asked
+    )
+
+
+@pytest.mark.parametrize("engine", ["auto", "graph", "suspend"])
+def test_a_layer_that_uses_the_weight_of_an_earlier_one_needs_propagation(engine: Any) -> None:
+    assert _lent(0, lambda x: True, engine=engine).report is not None
+    with pytest.raises(TracingError, match=r"layers\.0.*, and what learns behind that would learn from it compressed"):
+        _lent(0, lambda x: True, engine=engine, propagate_error=False)
+    with pytest.raises(TracingError, match="target 'base'"):
+        _lent(0, lambda x: True, engine=engine, of={"target": "base"})
+
+
+@pytest.mark.parametrize("when", [lambda x: x.shape[1] == 7, lambda x: bool(x.abs().max() > 6)], ids=["by length", "by values"])
+@pytest.mark.parametrize("asked", [{}, {"passes": "two", "verify": "all"}, {"engine": "suspend"}], ids=str)
+def test_a_layer_that_uses_the_weight_of_a_later_one_for_some_batches_is_refused(when: Any, asked: dict[str, Any]) -> None:
+    with pytest.raises(TracingError, match=r"layers\.2\.up\.weight is used outside of layers\.2, the sequential target that it belongs to"):
+        _lent(2, when, **asked)
