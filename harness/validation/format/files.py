@@ -298,6 +298,9 @@ def check_tensors(subject: Subject) -> CheckRecord:
         if _same_form(subject, name)
         and (subject.trained or _has_moved_as_said(subject, name, tuned.get(name)) or _is_pruned_as_said(subject, name))
     }
+    spoilt = {name for name in moved if _is_finite(subject.base, name) and not _is_finite(subject.compressed, name)}
+    changes |= {name: f"{name}: holds numbers that are not finite, and the base's are" for name in spoilt}
+    moved -= spoilt
     changed = [text for name, text in changes.items() if name not in moved]
     if subject.trained and not moved and not subject.modules:
         changed.append("no tensor differs from the base: nothing was trained")
@@ -314,6 +317,10 @@ def check_tensors(subject: Subject) -> CheckRecord:
     }
     kept = f"{len(plain & there) - len(moved)} tensors unchanged, " + _of_moved(subject, moved)
     return TENSORS.found(findings, f"{kept}{len(subject.modules)} weights quantized", evidence=evidence)
+
+
+def _is_finite(checkpoint: Checkpoint, name: str) -> bool:
+    return bool(checkpoint.tensor(name).isfinite().all())
 
 
 def _expected_names(subject: Subject) -> tuple[set[str], set[str], set[str]]:

@@ -83,7 +83,7 @@ def read_record(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        record = from_json(path.read_text(encoding="utf-8"))
+        record = from_json(path.read_text(encoding="utf-8"), once=True)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

@@ -55,6 +55,17 @@ def test_other_values_are_a_fault_unless_the_model_was_trained(workspace, traine
     assert told.to_dict()["provenance"]["trained"] is True
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_training_excuses_no_number_that_is_not_finite(workspace, trained, value):
+    """In the row of a token, which the held-out text need not use."""
+    tensors = load_file(trained / "model.safetensors")
+    tensors["model.embed_tokens.weight"][-1, 3] = value
+    save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+    record = record_of(validate(workspace.base, trained, workspace.dataset, trained=True), "files.tensors")
+    assert record.outcome == "fail" and record.evidence["trained"] == 6
+    assert any(text.startswith("model.embed_tokens.weight: holds numbers that are not finite") for text in record.findings)
+
+
 def test_training_excuses_no_missing_tensor_other_shape_or_wrong_behaviour(workspace, trained):
     tensors = load_file(trained / "model.safetensors")
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 40.0)

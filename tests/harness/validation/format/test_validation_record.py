@@ -158,6 +158,7 @@ def test_a_sample_that_comes_again_counts_each_time_and_a_template_once(tmp_path
 def test_a_broken_record_fails_and_none_is_skipped(tmp_path):
     assert {outcome for outcome, _ in outcomes(tmp_path, None).values()} == {"skip"}
     assert outcomes(tmp_path, "{")["record.whole"][0] == "fail"
+    assert outcomes(tmp_path, '{"seed": 1, "seed": 0}')["record.whole"][0] == "fail"
     assert outcomes(tmp_path, "[]")["record.whole"][0] == "fail"
     assert read_record(tmp_path) is None
 
