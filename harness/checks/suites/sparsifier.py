@@ -54,24 +54,20 @@ def _hold_pattern(subject: Sparsifier, one: Pruned) -> None:
 
 
 def _ragged(subject: Sparsifier, context: CheckContext, n: int, m: int) -> str:
-    """Give rows with columns too many: they may be refused, or whole blocks are right, and of the rest n are kept, or what there is.
-
-    The last column is so large that no score lets it go.
-    """
+    """Give rows with columns too many: they may be refused, or whole blocks are right, and of the rest n are kept, or what there is."""
     whole, taken = 6 * m, []
     for columns in range(whole + 1, whole + m):
         weight = torch.rand(3, columns, generator=torch.Generator().manual_seed(context.seed)) + 0.1
-        weight[:, -1] *= 1000
+        weight[:, -1] *= 1000  # so large that no score lets it go
         try:
             pruned = subject.prune(weight, hessian_of(columns, context))
         except Exception:  # noqa: BLE001 - the subject may refuse with any class
             continue
         if pruned.shape != weight.shape or bool(((pruned[:, :whole].reshape(3, -1, m) != 0).sum(-1) != n).any()):
             raise CheckFailed(f"{columns} columns are neither refused nor pruned {n} of {m} in their whole blocks")
-        kept = (pruned[:, whole:] != 0).sum(-1)
-        if bool((kept != min(n, columns - whole)).any()):
-            odd = int(kept[kept != min(n, columns - whole)][0])
-            raise CheckFailed(f"of {columns} columns the last {columns - whole} keep {odd}, not {min(n, columns - whole)}")
+        kept, due = (pruned[:, whole:] != 0).sum(-1), min(n, columns - whole)
+        if odd := [count for count in kept.tolist() if count != due]:
+            raise CheckFailed(f"of {columns} columns the last {columns - whole} keep {odd[0]}, not {due}")
         if bool((pruned[:, -1] == 0).any()):
             raise CheckFailed(f"of {columns} columns the last one went, which is by far the largest")
         taken.append(columns)
