@@ -19,6 +19,7 @@ from harness.reporting.verdict import Outcome
 MODULE = """
 import os, sys, torch
 from compressor.lifecycle import Modifier
+from harness.lifecycle.other_process import HASH_SEEDS
 
 print("a module that prints")
 
@@ -46,7 +47,7 @@ class BySet(Base):
 
 class Dies(Base):
     def factor(self, name, count):
-        if os.environ.get("PYTHONHASHSEED") == "1":
+        if os.environ.get("PYTHONHASHSEED") == HASH_SEEDS[0]:
             os._exit(3)
         return 1.0
 """
