@@ -82,9 +82,9 @@ def verify_programs(
     comparisons = []
     for taken in _rounds(cases):
         batches = [case.batch for case in taken]
-        for batch in batches if numbers is None else ():
+        for case in taken if numbers is None else ():
             with returning():
-                check_weights(model, groups, batch)
+                case.program.lent |= check_weights(model, groups, case.batch)
         left = LeftMemory([*held_tensors(model), *batches]) if is_few else None
         expected, kept = plain_forwards(model, watched, batches, returning, numbers, left, reads if is_few else None)
         reads.forget()

@@ -131,13 +131,16 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> 
 
 
 @torch.no_grad()
-def check_weights(model: nn.Module, names: Iterable[str], batch: Batch) -> None:
+def check_weights(model: nn.Module, names: Iterable[str], batch: Batch) -> frozenset[str]:
     """Refuse a batch that uses a weight of a target before that is called; what was recorded of another batch does not tell.
 
     Args:
         model: runs a plain forward.
         names: of the targets.
         batch: on the device of the model; not modified.
+
+    Returns:
+        Targets whose weight another target has used, after they had been called.
 
     Raises:
         Unrepeatable: it does.
@@ -163,6 +166,7 @@ def check_weights(model: nn.Module, names: Iterable[str], batch: Batch) -> None:
         plain_forward(model, batch)
     reads.forget()
     weights.check()
+    return frozenset(weights.lent)
 
 
 def _of_it_alone(module: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:

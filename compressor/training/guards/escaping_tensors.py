@@ -80,8 +80,8 @@ def batch_contents(batch: Batch) -> list[BatchPart]:
     while waiting:
         name, path, value = waiting.pop()
         content = value.__dict__ if isinstance(value, Tensor) else value
-        items = _items(content) if isinstance(content, dict | list | tuple) else {}
-        if isinstance(content, dict | list):
+        items = _items(content) if isinstance(content, dict | list | tuple | deque) else {}
+        if isinstance(content, dict | list | deque):
             found.append((name, path, content, items))
         if not isinstance(value, Tensor):
             waiting += [(f"{name}[{key!r}]", (*path, key), item) for key, item in items.items()]
@@ -106,7 +106,7 @@ def check_batch(before: list[BatchPart], recorder: Recorder) -> list[Taking]:
     for name, path, content, held in before:
         now, there = _items(content), set(map(id, held.values()))
         for key, value in now.items():
-            if id(value) in there if isinstance(content, list) else held.get(key, held) is value:
+            if id(value) in there if not isinstance(content, dict) else held.get(key, held) is value:
                 continue
             maker = next((made for made in map(recorder.maker, _tensors(value)) if made is not None), None)
             if maker is not None:
@@ -115,7 +115,7 @@ def check_batch(before: list[BatchPart], recorder: Recorder) -> list[Taking]:
                 f"{name}[{key!r}]: the step puts a {type(value).__name__} there, and a replay would not repeat it; keep it in a variable "
                 "of the loss function, or give it with the batch"
             )
-        left = held if isinstance(content, list) else {key: value for key, value in held.items() if key in now}
+        left = held if not isinstance(content, dict) else {key: value for key, value in held.items() if key in now}
         if [*now] != [*left] or list(map(id, now.values())) != list(map(id, left.values())):
             raise GuardDriftError(
                 f"{name}: the step changes its length or order, and a replay would not repeat it for who gives the batch again; let the "

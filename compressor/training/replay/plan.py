@@ -209,6 +209,11 @@ def _watch(
         result = run(recorder, batch)
     recorder.finish()
     buffers.taken = check_batch(given, recorder)
+    if buffers.taken and buffers.repeats_container:
+        raise GuardDriftError(
+            "batch: the step takes something out of it, and it holds one dict or list in two places, which are two in a replay; "
+            "let the loss function change a copy (dict(...))"
+        )
     _check_moved(tensors, step.tensors(), recorder)
     with one_look():
         check_escapes(step, recorder, kept, result[1])

@@ -129,6 +129,13 @@ def _holders(batch: Batch) -> Iterator[type]:
             yield from _holders(item)
 
 
+def _containers(batch: Batch) -> Iterator[Any]:
+    if isinstance(batch, dict | list):
+        yield batch
+    for item in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, _CONTAINERS) else ():
+        yield from _containers(item)
+
+
 def _twin(first: dict[int, str], path: str, leaf: Tensor) -> str | None:
     """Name the place at which the very same tensor was met before."""
     place = first.setdefault(id(leaf), path)
@@ -221,11 +228,14 @@ class InputBuffers:
 
     Attributes:
         taken: places of dicts in a batch, and the keys that the step takes out of them.
+        repeats_container: the caller's batch holds one dict or list in two places, which are two in the buffers.
     """
 
     def __init__(self, batch: Batch) -> None:
         self._key = batch_key(batch)[0]
         self.taken: list[tuple[tuple[Any, ...], Any]] = []
+        inside = [id(one) for one in _containers(batch)]
+        self.repeats_container = len(set(inside)) < len(inside)
         copies: dict[int, Tensor] = {}
         self._classes: dict[int, type[Tensor]] = {}
         self._leaves = named_leaves(batch)
@@ -274,8 +284,9 @@ class InputBuffers:
         Args:
             batch: of the caller; changed.
         """
-        for path, key in self.taken:
-            del functools.reduce(operator.getitem, path, batch)[key]
+        # All found before one goes, which may hold the next.
+        for holder, key in [(functools.reduce(operator.getitem, path, batch), key) for path, key in self.taken]:
+            del holder[key]
 
     def holds(self, batch: Batch) -> bool:
         """Say whether the buffers hold the values of a batch already.

@@ -259,3 +259,9 @@ def test_a_layer_that_uses_the_weight_of_an_earlier_one_needs_propagation(engine
 def test_a_layer_that_uses_the_weight_of_a_later_one_for_some_batches_is_refused(when: Any, asked: dict[str, Any]) -> None:
     with pytest.raises(TracingError, match=r"layers\.2\.up\.weight is used outside of layers\.2, the sequential target that it belongs to"):
         _lent(2, when, **asked)
+
+
+@pytest.mark.parametrize("when", [lambda x: bool(x.abs().max() > 6), lambda x: x.shape[1] == 7], ids=["by values", "by length"])
+def test_a_weight_of_an_earlier_layer_that_some_batches_use_needs_propagation_too(when: Any) -> None:
+    with pytest.raises(TracingError, match=r"layers\.0.*, and what learns behind that would learn from it compressed"):
+        _lent(0, when, propagate_error=False, verify="all")

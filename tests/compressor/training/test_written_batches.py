@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,7 @@ def test_what_a_step_puts_into_its_batch_is_refused_by_name(batches: Any, mode: 
 TAKEN: dict[str, tuple[Callable[[Any], Any], bool]] = {
     "a key": (lambda batch: batch.pop("hard", None), True),
     "a key of a dict inside": (lambda batch: batch["more"][0].clear(), True),
+    "a dict, and a key of it": (lambda batch: batch.pop("targets", {}).pop("z", None), True),
     "from a list": (lambda batch: batch["more"].pop(), False),
     "the order of a list": (lambda batch: batch["weights"].reverse(), False),
     "the order of keys": (lambda batch: batch.update(x=batch.pop("x")), False),
@@ -111,7 +113,10 @@ def test_batches_that_come_again_are_as_an_eager_step_leaves_them(batches: Any, 
         return classify(model, batch) * (2.0 if "hard" in batch else 3.0)
 
     def run(mode: Any) -> tuple[list[float], list[Any]]:
-        made = [{**batches(n), "hard": 1, "more": [{"z": 1, "t": torch.ones(1)}], "weights": [1, 2]} for n in range(4 * accumulate)]
+        made = [
+            {**batches(n), "hard": 1, "targets": {"z": 1}, "more": [{"z": 1, "t": torch.ones(1)}], "weights": [1, 2]}
+            for n in range(4 * accumulate)
+        ]
         given = [made[n * accumulate :][:accumulate] if accumulate > 1 else made[n] for n in range(4)]
         return trainer(loss_fn, mode, accumulate=accumulate).fit(lambda number: given[number % 4], 16), made
 
@@ -122,6 +127,31 @@ def test_batches_that_come_again_are_as_an_eager_step_leaves_them(batches: Any, 
     (losses, left), (ours, also) = run("eager"), run(mode)
     assert losses == ours
     assert [[*batch, *batch["more"][0]] for batch in left] == [[*batch, *batch["more"][0]] for batch in also]
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_dict_that_a_batch_holds_twice_may_not_lose_a_key(batches: Any, mode: Any, accumulate: int) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return classify(model, batch) * (1.0 + batch["one"].pop("hard", 1.0))
+
+    def batch_at(number: int) -> Any:
+        inner = {"hard": 2.0, "z": torch.ones(1)}
+        batch = {**batches(number), "one": inner, "other": inner}
+        return [batch] * accumulate if accumulate > 1 else batch
+
+    with pytest.raises(GuardDriftError, match="it holds one dict or list in two places"):
+        trainer(loss_fn, mode, accumulate=accumulate).fit(batch_at, 8)
+
+
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+def test_a_deque_of_a_batch_may_not_change(batches: Any, mode: Any) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        batch["queue"].rotate()
+        return classify(model, batch)
+
+    with pytest.raises(GuardDriftError, match=r"batch\['queue'\]: the step changes its length or order"):
+        trainer(loss_fn, mode).fit(lambda number: {**batches(number), "queue": deque([1.0, 2.0])}, 8)
 
 
 def test_taking_from_a_batch_is_no_writing(batches: Any) -> None:

@@ -67,7 +67,7 @@ def look(modifier: object, check: str, **more: Any) -> CheckRecord:
 
 
 def test_a_result_that_hangs_on_the_hashes_of_texts_is_told(modifiers: Any) -> None:
-    assert look(modifiers.Even(amount=0.5), "new_process").summary == "14 tensors are equal"
+    assert look(modifiers.Even(amount=0.5), "new_process").summary == "15 tensors are equal"
     assert look(QuantizationModifier(scheme="W4A16"), "new_process").outcome is Outcome.PASS
     for wrong in (modifiers.ByHash, modifiers.BySet(amount=0.5)):
         assert look(wrong, "repeatable").outcome is Outcome.PASS

@@ -67,7 +67,7 @@ def test_a_failure_of_a_part_stops_the_run_of_the_whole() -> None:
 
 def test_a_modifier_with_followers_is_held_against_another_process_and_one_with_parts_is_not() -> None:
     record = verify(Followed(), checks=["lifecycle.new_process"]).records[-1]
-    assert (record.outcome, record.summary) == (Outcome.PASS, "14 tensors are equal")
+    assert (record.outcome, record.summary) == (Outcome.PASS, "15 tensors are equal")
     record = verify(InParts(), checks=["lifecycle.new_process"]).records[-1]
     assert (record.outcome, record.summary) == (Outcome.SKIP, "a recipe holds the parts of InParts in its place; verify each of them")
 
