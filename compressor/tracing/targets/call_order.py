@@ -6,8 +6,8 @@ import dataclasses
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -96,32 +96,21 @@ def _calls(model: nn.Module, cut: Partition, batch: Batch, reads: HostReads) -> 
     thread = threading.get_ident()
     weights = ForeignWeights(model, cut.targets, pauses=True)
 
-    def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                raise Unrepeatable(f"{name}: is called inside a transform of torch.func (vmap, grad, jvp), {_NO_PAUSE}")
-            if threading.get_ident() != thread:
-                strays.append(name)
-            calls.append(name)
-            weights.look(None, args, kwargs)
-            weights.enter(name)
-            weights.inside = name
-
-        return hook
-
-    def leave(module: nn.Module, args: object, output: object) -> None:
-        weights.inside = None
+    def enter(name: str) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise Unrepeatable(f"{name}: is called inside a transform of torch.func (vmap, grad, jvp), {_NO_PAUSE}")
+        if threading.get_ident() != thread:
+            strays.append(name)
+        calls.append(name)
 
     def look(module: nn.Module, args: object) -> None:
         name, home = homes.get(module, ("", None))
         if home is not None and home != weights.inside and name != home:
             outside[OutsideCall(name, home, weights.inside, calls[-1] if calls else None)] = None
 
-    with ExitStack() as hooks, torch.no_grad(), _Looking(weights, reads):
+    with ExitStack() as hooks, torch.no_grad(), _Looking(weights.look, reads.look):
         hooks.callback(register_module_forward_pre_hook(look).remove)
-        for name, module in cut.targets.items():
-            hooks.callback(module.register_forward_pre_hook(_of_it_alone(module, enter(name)), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(_of_it_alone(module, leave), always_call=True).remove)
+        hooks.enter_context(_telling(weights, cut.targets, enter))
         plain_forward(model, batch)
     reads.forget()
     if strays:
@@ -146,27 +135,34 @@ def check_weights(model: nn.Module, names: Iterable[str], batch: Batch) -> froze
         Unrepeatable: it does.
     """
     targets = {name: model.get_submodule(name) for name in names}
-    weights, reads = ForeignWeights(model, targets, pauses=False), HostReads(model, frozenset())
+    weights = ForeignWeights(model, targets, pauses=False)
+    with without_traces(), _Looking(weights.look), _telling(weights, targets, lambda name: None):
+        plain_forward(model, batch)
+    weights.check()
+    return frozenset(weights.lent)
 
-    def enter(name: str) -> Callable[..., None]:
+
+@contextmanager
+def _telling(weights: ForeignWeights, targets: Mapping[str, nn.Module], enter: Callable[[str], None]) -> Iterator[None]:
+    """Tell who looks for weights which target runs, and what it is given; whoever else wants to know is told of its call before."""
+
+    def begins(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            enter(name)
             weights.look(None, args, kwargs)
             weights.enter(name)
             weights.inside = name
 
         return hook
 
-    def leave(module: nn.Module, args: object, output: object) -> None:
+    def ends(module: nn.Module, args: object, output: object) -> None:
         weights.inside = None
 
-    with ExitStack() as hooks, without_traces(), _Looking(weights, reads):
+    with ExitStack() as hooks:
         for name, module in targets.items():
-            hooks.callback(module.register_forward_pre_hook(_of_it_alone(module, enter(name)), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(_of_it_alone(module, leave), always_call=True).remove)
-        plain_forward(model, batch)
-    reads.forget()
-    weights.check()
-    return frozenset(weights.lent)
+            hooks.callback(module.register_forward_pre_hook(_of_it_alone(module, begins(name)), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(_of_it_alone(module, ends), always_call=True).remove)
+        yield
 
 
 def _of_it_alone(module: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
@@ -182,16 +178,16 @@ def _homes(model: nn.Module, cut: Partition) -> dict[nn.Module, tuple[str, str]]
 
 
 class _Looking(Unnoticed):
-    """Shows every torch call of a forward to those who look for weights, and for values that Python reads."""
+    """Shows every torch call of a forward to those who look for weights, or for values that Python reads."""
 
-    def __init__(self, weights: ForeignWeights, reads: HostReads) -> None:
+    def __init__(self, *looks: Callable[..., None]) -> None:
         super().__init__()
-        self._weights, self._reads = weights, reads
+        self._looks = looks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._weights.look(func, args, kwargs)
-        self._reads.look(func, args, kwargs)
+        for look in self._looks:
+            look(func, args, kwargs)
         return func(*args, **kwargs)
 
 
