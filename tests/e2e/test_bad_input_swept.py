@@ -218,7 +218,7 @@ COMMANDS: dict[str, Given] = {
     "a device that is not there": Given("cuda:99", {"device": "cuda:99"}),
     "no memory": Given("activation_memory", {"activation-memory": "1XB"}),
     "a leaf that is not there": Given("nowhere", {"leaf": "nowhere:f"}),
-    "stages of nothing": Given("Nope", {"sequential-targets": "Nope"}),
+    "stages of nothing": Given("sequential_targets 'Nope' matches no module", {"sequential-targets": "Nope"}),
     "a seed beyond all": Given("seed", {"seed": str(2**64)}),
     "an argument that nobody uses": Given("'a' is not used", {"recipe-arg": "a=1"}),
     "an argument without a value": Given("NAME=VALUE", {"recipe-arg": "a"}, code=2),

@@ -40,7 +40,7 @@ _RESTLESS = 3.0
 _FAR = 6.0
 """Likewise, where no test shows it, as when the two differ much from one another."""
 _LEAST_OFTEN, _BY_CHANCE, _OVER = 4, 3e-3, 0.05
-"""Stretches that are no single ones any more; the chance that so many nights lie among the last; and that as many good ones follow."""
+"""Nights that are no single ones any more; the chance that so many nights lie among the last; and that as many good ones follow."""
 
 
 def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (), today: date | None = None) -> Judgement:
@@ -176,15 +176,15 @@ def _late(above_K: NDArray[np.float64], usual: float, now: float, better: str) -
 def _recurring(above_N: NDArray[np.float64], start: int, noise: float, better: str) -> str:
     """Say where single nights are far off, again and again, as none or few were before: to tests of a level they are outliers.
 
-    What stood and was mended at `start` is one stretch, and none of the kind; nights of before it do not count once it is long ago.
+    What stood and was mended at `start` is over, as is what more good nights follow than chance leaves; nights before a `start` that is
+    long ago do not count.
     """
     own_N = above_N[start if len(above_N) - start >= LEAST_NOISE else 0 :]
     far_N = own_N >= max(LEAST_EFFECT, _FAR * noise)
     places, nights = np.flatnonzero(far_N), len(far_N)
     for number, first in enumerate(places.tolist()):  # the last nights, from one that is far off
         inside, late = len(places) - number, nights - first
-        stretches = 1 + int((np.diff(places[number:]) > 1).sum())
-        if stretches < _LEAST_OFTEN or _chance_of(inside, late, len(places), nights) >= _BY_CHANCE:
+        if inside < _LEAST_OFTEN or _chance_of(inside, late, len(places), nights) >= _BY_CHANCE:
             continue
         is_over = (1 - inside / (places[-1] + 1 - first)) ** (nights - 1 - places[-1]) < _OVER
         if not is_over and float(own_N[places[number:]].sum()) / late >= LEAST_EFFECT:

@@ -308,6 +308,11 @@ def test_single_nights_that_are_bad_again_and_again_are_told(every: int, size: f
     )
 
 
+def test_bad_nights_that_have_stopped_are_over() -> None:
+    found = [judge(series([1.5 if night in range(60, 76, 3) else 1.0 for night in range(78 + good)])) for good in (0, 14)]
+    assert ["comes and goes" in one.summary for one in found] == [True, False], [one.summary for one in found]
+
+
 @pytest.mark.parametrize("bad", [(42, 47, 53), (3, 14, 27, 36, 44, 50, 55), (3, 9, 14, 20)])
 def test_a_few_bad_nights_or_some_as_ever_are_outliers(bad: tuple[int, ...]) -> None:
     found = judge(series([1.5 if night in bad else 1.0 for night in range(60)]))

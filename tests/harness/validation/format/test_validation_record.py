@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from compressor.data import load_dataset_source
 from compressor.model.checkpoints.save import write_record
+from harness.validation.format.container import whole
 from harness.validation.format.record import check_record, file_hashes, read_record
 
 HELD = replace(load_dataset_source([[*range(40)], [*range(50, 90)]]), sha256="d" * 64)
@@ -168,3 +169,10 @@ def test_hashes_cover_every_file_below_the_folder(tmp_path):
     (tmp_path / "sub" / "b").write_bytes(b"two")
     (tmp_path / "a").write_bytes(b"one")
     assert file_hashes(tmp_path) == {"a": hashlib.sha256(b"one").hexdigest(), "sub/b": hashlib.sha256(b"two").hexdigest()}
+
+
+@pytest.mark.parametrize("value", [1.0, 1.5, "1", True, None])
+def test_a_count_is_a_whole_number(value):
+    assert whole(1) == 1
+    with pytest.raises(TypeError, match="is no whole number"):
+        whole(value)
