@@ -96,7 +96,7 @@ def test_named_targets_are_taken_at_their_word() -> None:
     model = model_of(layers=[Layer(), Layer()], head=nn.Linear(2, 2))
     cut = partition(model, ["re:head", "layers.1"])
     assert list(cut.targets) == ["layers.1", "head"] and not cut.inferred
-    with pytest.raises(TargetError, match="sequential_targets .* matches no module"):
+    with pytest.raises(TargetError, match=r"sequential_targets .* matches no module"):
         partition(model, ["Layr"])
     with pytest.raises(TargetError, match=r"layers.0.linear lies inside layers.0"):
         partition(model, ["Layer", "Linear"])
