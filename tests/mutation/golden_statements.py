@@ -195,14 +195,20 @@ def refuses_to_loosen_without_a_reason(shelf: Shelf) -> bool:
 
 def refuses_what_is_nothing(shelf: Shelf) -> bool:
     """A golden of zeros or of NaN is neither written nor passed, by itself or beside others; zero codes beside values are no nothing."""
-    nothing = [torch.zeros(3), torch.full((3,), torch.nan, dtype=torch.float16), torch.zeros(3, dtype=torch.int8), -torch.zeros(3)]
+    nothing = [
+        torch.zeros(3),
+        torch.full((3,), torch.nan, dtype=torch.float16),
+        torch.zeros(3, dtype=torch.int8),
+        -torch.zeros(3),
+        torch.zeros(()),
+    ]
     for number, empty in enumerate(nothing):
         if not _is_vacuous(shelf, f"alone {number}", empty):
             return False
-        if empty.is_floating_point() and not _is_vacuous(shelf, f"beside {number}", {"out": empty, "other": torch.ones(3)}):
+        if empty.is_floating_point() and empty.dim() and not _is_vacuous(shelf, f"beside {number}", {"out": empty, "other": torch.ones(3)}):
             return False
     shelf.write("codes", {"out": torch.ones(3), "zero_point": torch.zeros(3, dtype=torch.int8)})
-    shelf.write("scalar", torch.zeros(()))
+    shelf.write("loss", {"out": torch.ones(3), "loss": torch.zeros(())})
     with mock.patch.object(store_module, "_empty", return_value=None):  # written by an earlier harness
         shelf.write("old", torch.zeros(3))
     return str(shelf.check("old", torch.zeros(3))["verdict"]) == "limit is vacuous"

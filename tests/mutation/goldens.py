@@ -183,7 +183,7 @@ _MUTANTS: Sequence[Mutant] = (
     ),
     _bug(
         *("nothing_is_zero", "takes zeros for outputs, and refuses NaN only", "refuses_what_is_nothing"),
-        *("harness.goldens.store.store:_is_zero", lambda tensor: False),
+        *("harness.goldens.store.store:_nothing_but", lambda tensor: "NaN" if bool(tensor.isnan().any()) else ""),
     ),
     _bug(
         *("asks_no_reason", "lets tiers be loose without a reason", "asks_why_a_tier_is_loose", "harness.goldens.store.store:_unexplained"),

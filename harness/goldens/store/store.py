@@ -262,42 +262,34 @@ def _unexplained(asked: Question, entry: GoldenEntry | None) -> Answer | None:
 
 
 def _empty(tensors: Mapping[str, Tensor]) -> Answer | None:
-    """Nothing but zeros, NaN or infinity is what comes out where nothing was computed. Integer zeros may be codes or zero points."""
-    if not any(tensor.numel() for tensor in tensors.values()):
+    """Nothing but zeros, NaN or infinity is what comes out where nothing was computed.
+
+    Beside tensors with values, integer zeros may be codes or zero points, and one number may be 0 or an infinite limit.
+    """
+    fills = {name: _nothing_but(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    if not fills:
         return Answer(
             GoldenVerdict.VACUOUS, f"{next(iter(tensors))}: holds no value at all, so only a shape is kept; give outputs with values"
         )
-    for name, tensor in tensors.items():
-        if tensor.numel() and tensor.dtype in _WITH_NAN and (only := _nothing_but(_widest(tensor))):
-            return Answer(GoldenVerdict.VACUOUS, f"{name}: is nothing but {only}, which no golden may hold; see what made it")
-    zeros = [name for name, tensor in tensors.items() if tensor.numel() > 1 and _is_zero(tensor)]
-    dead = [name for name in zeros if len(zeros) == len(tensors) or tensors[name].is_floating_point()]
-    if not dead:
-        return None
-    return Answer(
-        GoldenVerdict.VACUOUS, f"{dead[0]}: is nothing but zeros, which says that nothing was computed; give outputs that are not"
-    )
+    has_values = not all(fills.values())
+    for name, only in fills.items():
+        may_be = has_values and (tensors[name].dtype not in _WITH_NAN or (tensors[name].numel() == 1 and only != "NaN"))
+        if only and not may_be:
+            return Answer(GoldenVerdict.VACUOUS, f"{name}: is nothing but {only}, which says that nothing was computed; see what made it")
+    return None
 
 
-def _nothing_but(values: Tensor) -> str:
+def _nothing_but(tensor: Tensor) -> str:
     """Say what fills a tensor that no computation meant: no finite value but 0. Zeros and -inf together may be a mask."""
+    if tensor.dtype not in _WITH_NAN:
+        return "" if bool(to_bytes(tensor).any()) else "zeros"
+    values = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
     if bool((values.isfinite() & (values != 0)).any()):
         return ""
     kinds = {"NaN": values.isnan(), "infinity": values.isinf(), "zeros": values == 0}
     found = [word for word, where in kinds.items() if bool(where.any())]
-    is_mask = "NaN" not in found and "zeros" in found and not bool((values.isinf() & (values != -math.inf)).any())
-    is_limit = found == ["infinity"] and values.numel() == 1
-    return "" if is_mask or is_limit else " and ".join(found)
-
-
-def _widest(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _is_zero(tensor: Tensor) -> bool:
-    if tensor.dtype in _WITH_NAN:
-        return bool((_widest(tensor) == 0).all())
-    return not bool(to_bytes(tensor).any())
+    is_mask = found == ["infinity", "zeros"] and not bool((values.isinf() & (values != -math.inf)).any())
+    return "" if is_mask else " and ".join(found)
 
 
 def _tier_here(asked: Question, variant: Variant) -> tuple[TierMap, str]:

@@ -192,14 +192,29 @@ def test_a_limit_that_lets_decoys_through_is_never_written_and_never_passes(shel
         ([0.0, -math.inf, math.nan], "NaN and infinity and zeros"),
         ([complex(math.nan, 0.0)] * 2, "NaN"),
         ([complex(0.0, math.inf), 0j], "infinity and zeros"),
+        (0.0, "zeros"),
+        ([0.0], "zeros"),
+        (math.inf, "infinity"),
+        (0, "zeros"),
+        (False, "zeros"),
     ],
 )
 def test_what_no_computation_meant_is_never_written(shelf, values, said) -> None:
-    with pytest.raises(GoldenMismatch, match=f"is nothing but {said}, which no golden may hold"):
+    with pytest.raises(GoldenMismatch, match=f"is nothing but {said}, which says that nothing was computed"):
         shelf.write("x", torch.tensor(values))
     shelf.write("mask", torch.tensor([0.0, -math.inf]))
     shelf.write("one number", torch.tensor([math.nan, 0.0, 1e-30]))
-    shelf.write("largest", torch.tensor(math.inf))
+
+
+def test_zeros_and_a_limit_are_kept_beside_values_only(shelf) -> None:
+    lone = {"zero_point": torch.zeros(3, dtype=torch.int8), "loss": torch.tensor(0.0), "largest": torch.tensor([math.inf])}
+    shelf.write("x", {**lone, "scale": torch.ones(3)})
+    for beside in ({}, {"none": torch.ones(0)}, {"twin": torch.tensor(0.0)}):
+        with pytest.raises(GoldenMismatch, match="is nothing but"):
+            shelf.write("y", {**lone, **beside})
+    for word, dead in (("NaN", torch.tensor(math.nan)), ("zeros", torch.zeros(2)), ("infinity", torch.tensor([math.inf] * 2))):
+        with pytest.raises(GoldenMismatch, match=f"dead: is nothing but {word}"):
+            shelf.write("y", {"scale": torch.ones(3), "dead": dead})
 
 
 def test_the_neighbouring_layers_tensor_is_a_decoy_but_not_a_second_way_to_compute_one(shelf) -> None:
