@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -70,10 +70,10 @@ def containers(step: TrainStep) -> list[Container]:
     Returns:
         Each once, with the way to it.
     """
-    found: dict[int, Container] = {}
+    search = _Search(said_by_loss(step))
     for name, value in _roots(step):
-        _visit(value, name, _DEPTH, found)
-    return list(found.values())
+        search.visit(value, name)
+    return list(search.found.values())
 
 
 def containers_of(values: Mapping[str, object]) -> list[Container]:
@@ -85,10 +85,10 @@ def containers_of(values: Mapping[str, object]) -> list[Container]:
     Returns:
         Each once, with the way to it.
     """
-    found: dict[int, Container] = {}
+    search = _Search(None)
     for name, value in values.items():
-        _visit(value, name, _DEPTH, found)
-    return list(found.values())
+        search.visit(value, name)
+    return list(search.found.values())
 
 
 def watches_update(step: TrainStep) -> bool:
@@ -154,7 +154,7 @@ def arrays(step: TrainStep) -> list[np.ndarray[Any, Any] | array[Any] | bytearra
     Returns:
         Each once.
     """
-    values = (one for one in _values(step) if isinstance(one, np.ndarray | array | bytearray) and is_small_array(one))
+    values = (one for _, one in held_values(step) if isinstance(one, np.ndarray | array | bytearray) and is_small_array(one))
     return list({id(one): one for one in values}.values())
 
 
@@ -197,7 +197,7 @@ def loose_tensors(step: TrainStep) -> list[Tensor]:
     Returns:
         Each once.
     """
-    values: list[Any] = list(_values(step))
+    values: list[Any] = [value for _, value in held_values(step)]
     values += [value for module in other_modules(step).values() for value in module.state_dict(keep_vars=True).values()]
     own = {tensor.untyped_storage()._cdata for tensor in step.tensors().values()}
     found = {id(value): value for value in values if isinstance(value, Tensor) and value.layout is torch.strided}
@@ -213,11 +213,16 @@ class LooseTensors:
 
     @one_look()
     def __init__(self, step: TrainStep) -> None:
-        self._kept = [(value, value.detach().clone()) for value in loose_tensors(step)]
+        loose = loose_tensors(step)
+        self._gradients = [(value, value.grad) for value in loose if value.is_leaf and value.requires_grad]
+        held = {id(value): value for value in (*loose, *(gradient for _, gradient in self._gradients if gradient is not None))}
+        self._kept = [(value, value.detach().clone()) for value in held.values()]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Write the copies back, in place but for what has been resized."""
+        """Write the copies back, in place but for what has been resized; gradients, too."""
+        for value, gradient in self._gradients:
+            value.grad = gradient
         for value, old in self._kept:
             if value.shape == old.shape:
                 value.detach().copy_(old)
@@ -225,15 +230,35 @@ class LooseTensors:
                 value.data = old.clone()
 
 
-def _values(step: TrainStep) -> Iterator[object]:
-    """Give what modules, variables and containers hold, and what lies in tuples there."""
-    waiting = [value for _, module in all_modules(step) for value in module.__dict__.values()]
-    waiting += [getter() for _, getter in variables(step)]
-    waiting += [value for held in containers(step) for value in held.members()]
-    while waiting:
-        value = waiting.pop()
-        yield value
-        waiting += islice(Plain(value), _MAX_ITEMS) if isinstance(value, tuple) else ()
+def held_values(step: TrainStep) -> Iterator[tuple[str, Any]]:
+    """Give what modules, variables and containers hold, and what lies in tuples there.
+
+    Args:
+        step: the step; not changed.
+
+    Yields:
+        The way to it, for messages, and the value; one that is held twice comes twice.
+    """
+    for name, value in _held(step):
+        waiting = [(name, value)]
+        while waiting:
+            name, value = waiting.pop()
+            yield name, value
+            items = islice(Plain(value), _MAX_ITEMS) if isinstance(value, tuple) else ()
+            waiting += [(f"{name}[{number}]", item) for number, item in enumerate(items)]
+
+
+def _held(step: TrainStep) -> Iterator[tuple[str, object]]:
+    for held in containers(step):
+        yield held.name, held.keep
+        yield from ((f"{held.name}: {spelled(key)}", value) for key, value in Plain(held.content).items())
+        keys = enumerate(Plain(held.content)) if isinstance(held.content, Mapping) else ()
+        yield from ((f"{held.name}: key {number}", key) for number, key in keys)
+    yield from ((name, getter()) for name, getter in variables(step))
+    for name, module in all_modules(step):
+        yield from ((f"attribute '{key}' of {name}", value) for key, value in module.__dict__.items())
+    for cls, content in classes(step).items():
+        yield from ((f"attribute '{key}' of class {cls.__qualname__}", value) for key, value in content.items())
 
 
 def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
@@ -249,35 +274,57 @@ def _roots(step: TrainStep) -> Iterator[tuple[str, object]]:
         yield name, getter()
 
 
-def _visit(value: object, name: str, depth: int, found: dict[int, Container]) -> None:
-    is_loose = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)  # those are looked at by their names
-    if is_loose and vars(value) and depth >= 0 and len(found) < _MAX_CONTAINERS:
-        _hold(Container(name, vars(value), value), _attribute, depth, found)
-    if type(value) in PLAIN or isinstance(value, _OPAQUE) or depth < 0 or len(found) >= _MAX_CONTAINERS:
-        return
-    if isinstance(value, tuple | frozenset):
-        for number, item in enumerate(islice(Plain(value), _MAX_ITEMS)):
-            _visit(item, f"{name}[{number}]", depth - 1, found)
-    if type(value).__module__.startswith(TORCH_S_OWN):
-        return
-    is_container = isinstance(value, CONTAINERS)
-    if is_container:
-        _hold(Container(name, value), _item, depth, found)
-    attributes = getattr(value, "__dict__", None)  # a class of one's own derived from list or dict has some, too
-    if isinstance(attributes, dict):
-        _hold(Container(f"{name}.__dict__" if is_container else name, attributes, value), _attribute, depth, found)
+class _Search:
+    """Finds containers below some values.
 
+    Args:
+        said: names that the step's code says: a trainer, which counts its steps, is looked at where one is an attribute of it only. None:
+            all are looked at.
+    """
 
-def _hold(held: Container, place: Callable[[object], str], depth: int, found: dict[int, Container]) -> None:
-    if id(held.content) in found:
-        return
-    found[id(held.content)] = held
-    content = Plain(held.content)
-    for number, (key, item) in enumerate(list(content.items()) if len(content) <= _MAX_ITEMS else ()):
-        if type(item) not in PLAIN:
-            _visit(item, f"{held.name}{place(key)}", depth - 1, found)
-        if type(key) not in PLAIN:  # held as a member of a set is
-            _visit(key, f"{held.name}.keys()[{number}]", depth - 1, found)
+    def __init__(self, said: Set[str] | None) -> None:
+        self._said = said
+        self.found: dict[int, Container] = {}
+
+    def visit(self, value: object, name: str, depth: int = _DEPTH) -> None:
+        """Look at a value, and at what it holds.
+
+        Args:
+            value: anything.
+            name: the way to it.
+            depth: how many levels below it are looked at.
+        """
+        is_loose = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)  # those are looked at by their names
+        if is_loose and vars(value) and depth >= 0 and len(self.found) < _MAX_CONTAINERS:
+            self._hold(Container(name, vars(value), value), _attribute, depth)
+        if type(value) in PLAIN or isinstance(value, _OPAQUE) or depth < 0 or len(self.found) >= _MAX_CONTAINERS:
+            return
+        if isinstance(value, tuple | frozenset):
+            for number, item in enumerate(islice(Plain(value), _MAX_ITEMS)):
+                self.visit(item, f"{name}[{number}]", depth - 1)
+        if type(value).__module__.startswith(TORCH_S_OWN):
+            return
+        is_container = isinstance(value, CONTAINERS)
+        if is_container:
+            self._hold(Container(name, value), _item, depth)
+        attributes = getattr(value, "__dict__", None)  # a class of one's own derived from list or dict has some, too
+        if isinstance(attributes, dict) and not self._is_aside(type(value), attributes):
+            self._hold(Container(f"{name}.__dict__" if is_container else name, attributes, value), _attribute, depth)
+
+    def _hold(self, held: Container, place: Callable[[object], str], depth: int) -> None:
+        if id(held.content) in self.found:
+            return
+        self.found[id(held.content)] = held
+        content = Plain(held.content)
+        for number, (key, item) in enumerate(list(content.items()) if len(content) <= _MAX_ITEMS else ()):
+            if type(item) not in PLAIN:
+                self.visit(item, f"{held.name}{place(key)}", depth - 1)
+            if type(key) not in PLAIN:  # held as a member of a set is
+                self.visit(key, f"{held.name}.keys()[{number}]", depth - 1)
+
+    def _is_aside(self, kind: type, attributes: Mapping[str, object]) -> bool:
+        is_ours = kind.__module__.startswith("compressor.training.")
+        return is_ours and self._said is not None and not attributes.keys() & self._said
 
 
 def _attribute(key: object) -> str:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BytesIO, IOBase, StringIO
-from mmap import mmap
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from compressor.errors import GuardDriftError, HostReadError, ReplayError, UntrackedRandomnessError
+from compressor.errors import HostReadError, ReplayError, UntrackedRandomnessError
 from compressor.random_state import foreign_random, generator_state, same_state
-from compressor.training.guards.containers import all_modules, containers
-from compressor.training.guards.frozen_value import Plain, spelled
-from compressor.training.guards.python_state import one_look, variables
+from compressor.training.guards.containers import held_values
+from compressor.training.guards.iterators import watching_iterators
+from compressor.training.guards.python_state import one_look
 from compressor.training.step.step import TrainStep
 
 # They read memory without an operator; `.item()` and its like are operators, which the recorder refuses.
 _READS = {getattr(Tensor, name): name for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "__format__")}
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-# They give something else each time, and do not show what comes next.
-_GIVING = Iterator | SimpleQueue | type(re.compile("").scanner(""))  # type: ignore[attr-defined]
-_STREAMS = StringIO | BytesIO | mmap
 
 
 class _Reads(TorchFunctionMode):
@@ -66,19 +59,18 @@ def watching_host(step: TrainStep) -> Iterator[None]:
 
     Raises:
         HostReadError: a tensor was read without an operator.
-        GuardDriftError: a stream in memory has moved on, and has more to give.
+        GuardDriftError: an iterator or a stream in memory has moved on.
         UntrackedRandomnessError: a generator of Python or numpy was moved; those of the two modules are set back.
     """
     before = foreign_random()
     with one_look():
         own = {name: (generator, generator_state(generator)) for name, generator in _generators(step)}
-        streams = [(name, stream, stream.tell()) for name, stream in _open_streams(step)]
     try:
-        with _Reads(put_off=bool(step.ranks.groups)) as reads:
-            yield
-        if reads.refusal is not None:
-            raise reads.refusal
-        _refuse_read_streams(streams)
+        with watching_iterators(step):
+            with _Reads(put_off=bool(step.ranks.groups)) as reads:
+                yield
+            if reads.refusal is not None:
+                raise reads.refusal
     except ReplayError:
         before.restore()
         raise
@@ -97,47 +89,6 @@ def watching_host(step: TrainStep) -> Iterator[None]:
 
 
 @one_look()
-def refuse_iterators(step: TrainStep) -> None:
-    """Refuse iterators and their like: one that the step names moves on when it runs, and where it stands cannot be seen.
-
-    Args:
-        step: the step.
-
-    Raises:
-        GuardDriftError: the step reaches an iterator, a SimpleQueue or a scanner of re.
-    """
-    for name, getter in variables(step):
-        value = getter()
-        if isinstance(value, _GIVING) and not isinstance(value, IOBase):
-            what = "an iterator" if isinstance(value, Iterator) else "like an iterator"
-            raise GuardDriftError(
-                f"{name}: it is {what} ({type(value).__name__}), which a replay would not advance; take from it outside of the step, "
-                "and give what it gave with the batch"
-            )
-
-
-def _open_streams(step: TrainStep) -> Iterator[tuple[str, StringIO | BytesIO | mmap]]:
-    for name, getter in variables(step):
-        value = getter()
-        if isinstance(value, _STREAMS) and not value.closed:
-            yield name, value
-
-
-def _refuse_read_streams(streams: Sequence[tuple[str, StringIO | BytesIO | mmap, int]]) -> None:
-    """One that was written to stands at its end: what is printed there once is no number of the step."""
-    for name, stream, before in streams:
-        if stream.closed or (place := stream.tell()) == before:
-            continue
-        is_read = bool(stream.read(1))
-        stream.seek(place)
-        if is_read:
-            raise GuardDriftError(
-                f"{name}: the step moves on in it ({type(stream).__name__}), and a replay would not; read it outside of the step, and "
-                "give what was read with the batch"
-            )
-
-
-@one_look()
 def named_host_generators(step: TrainStep) -> dict[str, Any]:
     """List the generators of Python and numpy that a step reaches, beside those of the two modules.
 
@@ -152,15 +103,4 @@ def named_host_generators(step: TrainStep) -> dict[str, Any]:
 
 
 def _generators(step: TrainStep) -> Iterator[tuple[str, Any]]:
-    for held in containers(step):
-        if isinstance(held.keep, _GENERATORS):
-            yield held.name, held.keep
-        items = Plain(held.content).items()
-        yield from ((f"{held.name}: {spelled(key)}", value) for key, value in items if isinstance(value, _GENERATORS))
-        keys = enumerate(Plain(held.content)) if isinstance(held.content, dict) else ()
-        yield from ((f"{held.name}: key {number}", key) for number, key in keys if isinstance(key, _GENERATORS))
-    yield from ((name, getter()) for name, getter in variables(step) if isinstance(getter(), _GENERATORS))
-    for name, module in all_modules(step):
-        for key, value in module.__dict__.items():
-            if isinstance(value, _GENERATORS):
-                yield f"attribute '{key}' of {name}", value
+    return ((name, value) for name, value in held_values(step) if isinstance(value, _GENERATORS))

@@ -26,7 +26,8 @@ from compressor.training.capture.signature import drift, neutral
 from compressor.training.guards.containers import guarded_tensors, own_generators
 from compressor.training.guards.escaping_tensors import BatchPart, batch_contents, check_batch, check_escapes, kept_tensors
 from compressor.training.guards.host_facts import Identities, difference, host_facts, looks_for_nan
-from compressor.training.guards.host_reads import refuse_iterators, watching_host
+from compressor.training.guards.host_reads import watching_host
+from compressor.training.guards.iterators import refuse_iterators
 from compressor.training.guards.optimizer_state import optimizer_facts, refuse_moved
 from compressor.training.guards.python_state import one_look
 from compressor.training.guards.python_values import PythonValues

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from compressor.errors import GuardDriftError, PointerDriftError
+from compressor.errors import EscapedTensorError, GuardDriftError, PointerDriftError
 from compressor.training import Trainer, TrainStep, adamw, load_training, save_training
 
 
@@ -53,6 +53,25 @@ def test_a_parameter_outside_of_the_model_is_trained_and_stored_like_any_other(t
     resumed = Trainer(with_temperature(), "replay")
     load_training(resumed, tmp_path / "state.safetensors")
     assert resumed.fit(features, 16) == rest
+
+
+@pytest.mark.parametrize("start", [None, 0.0, 1.0])
+@pytest.mark.parametrize("mode", ["capture", "replay"])
+def test_a_refused_step_leaves_no_gradient_on_a_parameter_that_it_does_not_train(mode: Any, start: float | None) -> None:
+    """That of a discriminator, or of a second optimizer: run again, the step would count twice."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(8, 4), nn.Parameter(torch.ones(4))
+    other.grad = None if start is None else torch.full((4,), start)
+    step = TrainStep(model, lambda model, batch: F.mse_loss(model(batch["x"]) * other, batch["y"]), adamw(model.parameters(), lr=1e-2))
+    trainer = Trainer(step, mode)
+    for number in range(2):
+        trainer.train_step(features(number))
+    held = other.grad
+    assert held is not None
+    before = held.clone()
+    with pytest.raises(EscapedTensorError):
+        trainer.train_step(features(2))
+    assert other.grad is held and torch.equal(other.grad, before)
 
 
 def test_a_parameter_outside_of_the_model_that_is_moved_is_named() -> None:

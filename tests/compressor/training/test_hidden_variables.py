@@ -6,10 +6,10 @@ import array
 import collections
 import contextvars
 import functools
-import itertools
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -254,9 +254,10 @@ def test_a_hook_that_is_an_object_and_counts_is_refused_for_its_counter(batches:
         run.fit(batches, 6)
 
 
-def test_an_iterator_in_a_list_is_among_the_causes_that_a_message_names(batches: Callable[..., Any]) -> None:
-    held = [itertools.count(1)]
-    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]) * next(held[0]))
+def test_an_iterator_out_of_sight_is_among_the_causes_that_a_message_names(batches: Callable[..., Any]) -> None:
+    numbers = (float(number) for number in range(1, 99))
+    hidden = weakref.ref(numbers)
+    run = trainer(lambda model, batch: functional.cross_entropy(model(batch["x"]), batch["y"]) * next(hidden()))
     with pytest.raises(ProofError, match=r"something that moves on with each call \(a counter, an iterator\)"):
         run.fit(batches, 6)
 
