@@ -41,7 +41,7 @@ MUTANTS: Sequence[Mutant] = (
         "lists, dicts and objects are not looked into",
         "swapped_in_dict",
         "guards.containers:containers",
-        "return list(found.values())",
+        "return list(search.found.values())",
         "return []",
     ),
     _guard(
