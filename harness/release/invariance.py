@@ -11,6 +11,7 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +139,8 @@ def _check(claim: Claim, way: Way) -> Check:
     def look(candidate: Candidate) -> CheckRecord:
         own, found = (deviation(*way(model, candidate)) for model in (candidate.wide_base, candidate.wide_model))
         limit = max(candidate.policy.generation.max_deviation, 4 * own)
-        rounding = rounding_modules(candidate.wide_model)
-        if limit < found < float("inf") and limit < 1 and rounding:
-            return _judged_without_rounding(claim, way, candidate, limit, {"base": own, "compressed": found})
-        return _judged(claim, found, limit, {"base": own, "compressed": found})
+        again = partial(_parted, way, candidate.wide_model, candidate)
+        return _judged(claim, found, limit, {"base": own, "compressed": found}, candidate, again)
 
     return Check(claim, look)
 
@@ -154,21 +153,31 @@ def _look_at_caches(candidate: Candidate) -> CheckRecord:
     return replace(record, summary=told, evidence={**record.evidence, "longest cache": longest})
 
 
-def _judged_without_rounding(claim: Claim, way: Way, candidate: Candidate, limit: float, evidence: dict[str, float]) -> CheckRecord:
+def _parted(way: Way, model: torch.nn.Module, candidate: Candidate) -> float:
+    with _without_rounding(model):
+        return deviation(*way(model, candidate))
+
+
+def _judged_by_weights(claim: Claim, found: float, limit: float, evidence: dict[str, float], candidate: Candidate) -> CheckRecord:
     """Judge a checkpoint that rounds activations: one that lies at a tie falls either way, and no two ways to a prediction are equal.
 
-    So the ways are compared where nothing is rounded but the weights, and each layer must round a token by itself.
+    So the ways are compared where nothing is rounded but the weights, each layer must round a token by itself, and two roundings must not
+    part by more than four times what one of them moves.
     """
-    model = candidate.wide_model
+    model, prompt = candidate.wide_model, candidate.prompts[0]
+    rounded = _run(model, prompt)
     with _without_rounding(model):
-        found = deviation(*way(model, candidate))
+        moved = deviation(_run(model, prompt), rounded)
     joint = [name for name, module in rounding_modules(model).items() if _looks_beside(module)]
     told = f"{evidence['compressed']:.1e} of the largest logit, and {found:.1e} where activations are not rounded"
     findings = [f"the two ways part by {told}"] if found > limit else []
+    if evidence["compressed"] > 4 * moved:
+        findings.append(f"the two ways part by {told}; rounding activations moves no more than {moved:.1e}")
     if joint:
         findings.append(f"the two ways part by {told}: a token is rounded by what stands beside it ({some(joint)})")
     told += ": those at a tie fall either way"
-    return claim.found(findings, told, limit=f"<= {limit:.1e}", evidence={"deviation": evidence | {"without_rounding": found}})
+    measured = evidence | {"without_rounding": found, "rounding": moved}
+    return claim.found(findings, told, limit=f"<= {limit:.1e}", evidence={"deviation": measured})
 
 
 @contextlib.contextmanager
@@ -196,28 +205,45 @@ def _looks_beside(module: Any) -> bool:
     return any(deviation(module(tokens)[0], module(more)[0, :6]) > _SAME for more in beside)
 
 
-def _judged(claim: Claim, found: float, limit: float, evidence: dict[str, float]) -> CheckRecord:
+def _judged(
+    claim: Claim, found: float, limit: float, evidence: dict[str, float], candidate: Candidate, again: Callable[[], float]
+) -> CheckRecord:
+    """Hold a deviation against its limit; above it `again` looks once more at a model that rounds activations, without that."""
     told = f"{found:.1e} of the largest logit"
     if limit >= 1:
         return claim.record(Outcome.INCONCLUSIVE, f"the base parts from itself by {evidence['base']:.1e}; nothing can be told")
+    if limit < found < float("inf") and rounding_modules(candidate.wide_model):
+        return _judged_by_weights(claim, again(), limit, evidence, candidate)
     findings = [] if found <= limit else [f"the two ways part by {told}"]
     return claim.found(findings, told, limit=f"<= {limit:.1e}", evidence={"deviation": evidence})
 
 
 def _dtype(candidate: Candidate) -> CheckRecord:
-    prompt = candidate.prompts[0]
-    found = deviation(_run(candidate.wide_model, prompt), _run(candidate.model, prompt))
-    return _judged(DTYPE, found, candidate.policy.generation.max_dtype_deviation, {"compressed": found})
+    prompt, wide, own = candidate.prompts[0], candidate.wide_model, candidate.model
+
+    def parted() -> float:
+        with _without_rounding(wide), _without_rounding(own):
+            return deviation(_run(wide, prompt), _run(own, prompt))
+
+    found = deviation(_run(wide, prompt), _run(own, prompt))
+    return _judged(DTYPE, found, candidate.policy.generation.max_dtype_deviation, {"compressed": found}, candidate, parted)
 
 
 def _device(candidate: Candidate) -> CheckRecord:
     if not torch.cuda.is_available():
         return DEVICE.skipped("not run: this machine has no GPU")
-    prompt, models = candidate.prompts[0], []
-    for device in ("cpu", "cuda"):
-        models.append(_run(load_wide(candidate.compressed).to(device), prompt.to(device)).cpu())
-    found = deviation(*models)
-    return _judged(DEVICE, found, candidate.policy.generation.max_dtype_deviation, {"compressed": found})
+    prompt, limit = candidate.prompts[0], candidate.policy.generation.max_dtype_deviation
+
+    def parted(*, rounds: bool) -> float:
+        logits = []
+        for device in ("cpu", "cuda"):
+            model = load_wide(candidate.compressed).to(device)
+            with contextlib.nullcontext() if rounds else _without_rounding(model):
+                logits.append(_run(model, prompt.to(device)).cpu())
+        return deviation(*logits)
+
+    found = parted(rounds=True)
+    return _judged(DEVICE, found, limit, {"compressed": found}, candidate, partial(parted, rounds=False))
 
 
 def _reload(candidate: Candidate) -> CheckRecord:

@@ -96,8 +96,8 @@ class Namespace:
     """The attributes of a class or module at one moment, each compared by identity."""
 
     def __init__(self, owner: object) -> None:
-        """Copy the references; not what pickling and transformers note of a class they meet."""
-        self.values = {name: value for name, value in vars(owner).items() if not name.endswith(_NOTES)}
+        """Copy the references, at one stroke: this happens at every call that is watched."""
+        self.values = vars(owner).copy()
 
     def __eq__(self, other: object) -> bool:
         """Equal with a namespace of the same names and the very same objects."""
@@ -161,7 +161,9 @@ def added_names(before: Mapping[str, object], now: Mapping[str, object]) -> list
 
 
 def is_of_torch(name: str, value: object) -> bool:
-    """Say whether torch itself has put something there: the first torch.compile wraps functions and marks the class of modules.
+    """Say whether a library itself has put something there.
+
+    The first torch.compile wraps functions and marks the class of modules; pickling and transformers note something of a class they meet.
 
     Args:
         name: of the attribute.
@@ -171,7 +173,7 @@ def is_of_torch(name: str, value: object) -> bool:
         True for such marks, and for functions of torch's files.
     """
     code = getattr(value, "__code__", None)
-    return name.startswith("___") or (code is not None and code.co_filename.startswith(_TORCH))
+    return name.startswith("___") or name.endswith(_NOTES) or (code is not None and code.co_filename.startswith(_TORCH))
 
 
 class Bits:

@@ -85,6 +85,28 @@ def test_a_layer_that_rounds_a_token_by_what_stands_beside_it_is_named(release: 
     assert any(record.outcome is Outcome.FAIL and "by what stands beside it (model.layers.0." in record.summary for record in found)
 
 
+@pytest.mark.parametrize(
+    ("factor", "of_weights_too", "outcome"), [(1, False, Outcome.PASS), (40, False, Outcome.FAIL), (1, True, Outcome.FAIL)]
+)
+def test_dtypes_may_part_by_what_rounding_moves_and_by_no_more(
+    release: Release, factor: float, of_weights_too: bool, outcome: Outcome
+) -> None:
+    """As bfloat16 and float32 do with activations of 4 bits, of which each code that falls the other way is a large step."""
+    candidate = candidate_of(release, {**PER_TOKEN, "num_bits": 4})
+    candidate.policy = POLICY.model_copy(update={"generation": POLICY.generation.model_copy(update={"max_dtype_deviation": 5e-3})})
+    layer: Any = candidate.model.get_submodule("model.layers.0.mlp.down_proj")
+
+    def move(module: Any, given: Any, logits: torch.Tensor) -> torch.Tensor:
+        is_rounding = layer.quantization_scheme.input_activations is not None
+        return logits * (1 + 0.02 * factor) if is_rounding or of_weights_too else logits
+
+    candidate.model.get_output_embeddings().register_forward_hook(move)  # type: ignore[operator]
+    (check,) = (check for check in invariance.CHECKS if check.claim is invariance.DTYPE)
+    record = check.record(candidate)
+    assert record.outcome is outcome
+    assert ("rounding activations moves no more than" in " ".join(record.findings)) is (factor > 1)
+
+
 def test_padding_that_leaks_beside_rounding_is_seen_without_it(release: Release) -> None:
     candidate = candidate_of(release, PER_TOKEN)
     candidate.wide_model.get_input_embeddings().register_forward_hook(  # type: ignore[operator]
