@@ -14,7 +14,7 @@ import torch
 from torch.nn import UninitializedBuffer
 
 from compressor.random_state import RandomState, generator_state, set_generator_state
-from compressor.training.guards.containers import TABLES, all_modules, classes, containers, own_generators
+from compressor.training.guards.containers import TABLES, all_modules, classes, containers, loose_gradients, own_generators
 from compressor.training.guards.frozen_value import Plain
 from compressor.training.guards.host_reads import named_host_generators
 from compressor.training.guards.optimizer_state import optimizer_classes, optimizer_containers
@@ -26,7 +26,7 @@ _MISSING = object()
 
 
 class PythonState:
-    """Copies of the containers and variables that the guards see; what these do not see is not put back.
+    """Copies of the containers and variables that the guards see, and the gradients there; what these do not see is not put back.
 
     Args:
         step: the step; not changed.
@@ -39,6 +39,7 @@ class PythonState:
             (cls, dict(content)) for cls, content in {**classes(step), **reached_classes(step), **optimizer_classes(step)}.items()
         ]
         self._variables = [(getter, getter()) for _, getter in variables(step, with_modules=True)]
+        self._gradients = loose_gradients(step)
 
     def put_back(self) -> None:
         """Write back whatever is another object now. Changes containers, attributes and variables in place."""
@@ -52,6 +53,8 @@ class PythonState:
         for getter, value in self._variables:
             if getter() is not value:
                 put(getter, value)
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
 
 
 def _contents(step: TrainStep) -> Iterator[Any]:

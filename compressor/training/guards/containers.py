@@ -204,6 +204,18 @@ def loose_tensors(step: TrainStep) -> list[Tensor]:
     return [value for value in found.values() if value.untyped_storage()._cdata not in own]
 
 
+def loose_gradients(step: TrainStep) -> list[tuple[Tensor, Tensor | None]]:
+    """List what a backward pass may add to beside the step's own gradients.
+
+    Args:
+        step: its own tensors are not among them.
+
+    Returns:
+        Each loose tensor that asks for a gradient, and the one that it holds.
+    """
+    return [(value, value.grad) for value in loose_tensors(step) if value.is_leaf and value.requires_grad]
+
+
 class LooseTensors:
     """Copies of the tensors that nobody has registered, as far as the guards see them.
 
@@ -213,10 +225,9 @@ class LooseTensors:
 
     @one_look()
     def __init__(self, step: TrainStep) -> None:
-        loose = loose_tensors(step)
-        self._gradients = [(value, value.grad) for value in loose if value.is_leaf and value.requires_grad]
-        held = {id(value): value for value in (*loose, *(gradient for _, gradient in self._gradients if gradient is not None))}
-        self._kept = [(value, value.detach().clone()) for value in held.values()]
+        self._gradients = loose_gradients(step)
+        held = (*loose_tensors(step), *(gradient for _, gradient in self._gradients if gradient is not None))
+        self._kept = [(value, value.detach().clone()) for value in {id(value): value for value in held}.values()]
 
     @torch.no_grad()
     def put_back(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from compressor.errors import GuardDriftError
 from compressor.training.guards.containers import held_values
-from compressor.training.guards.frozen_value import Same, frozen, is_foreign
+from compressor.training.guards.frozen_value import Same, frozen
 from compressor.training.guards.python_state import one_look, variables
 from compressor.training.step.step import TrainStep
 
@@ -44,7 +44,7 @@ def refuse_iterators(step: TrainStep) -> None:
     """
     for name, getter in variables(step):
         value = getter()
-        if isinstance(value, _GIVING) and not isinstance(value, IOBase):
+        if _gives(value):
             raise GuardDriftError(
                 f"{name}: it is {_spelled(value)}, which a replay would not advance; take from it outside of the step, and {_REMEDY}"
             )
@@ -65,7 +65,7 @@ def watching_iterators(step: TrainStep) -> Iterator[None]:
     """
     with one_look():
         held = {id(value): (name, value) for name, value in held_values(step)}
-    giving = [(name, value, _place(value)) for name, value in held.values() if _is_watched(value)]
+    giving = [(name, value, _place(value)) for name, value in held.values() if _gives(value)]
     streams = [(name, value, value.tell()) for name, value in held.values() if isinstance(value, _STREAMS) and not value.closed]
     yield
     for name, value, before in giving:
@@ -79,9 +79,8 @@ def watching_iterators(step: TrainStep) -> Iterator[None]:
         _refuse_if_read(name, stream, before)
 
 
-def _is_watched(value: object) -> bool:
-    """One of a class of one's own is guarded by its attributes."""
-    return isinstance(value, _GIVING) and not isinstance(value, IOBase) and is_foreign(type(value).__module__)
+def _gives(value: object) -> bool:
+    return isinstance(value, _GIVING) and not isinstance(value, IOBase)
 
 
 def _place(value: Any, depth: int = _DEPTH) -> object:

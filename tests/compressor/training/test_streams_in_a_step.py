@@ -92,6 +92,18 @@ class Numbers(torch.utils.data.Dataset[float]):
         return 1.0
 
 
+class Mine:
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[float]:
+        return self
+
+    def __next__(self) -> float:
+        self.given += 1
+        return 1.0
+
+
 GIVING: dict[str, Callable[[], Any]] = {
     "a list": lambda: iter([1.0] * 20),
     "values of a dict": lambda: iter(dict.fromkeys(range(20), 1.0).values()),
@@ -103,6 +115,7 @@ GIVING: dict[str, Callable[[], Any]] = {
     "lines": lambda: map(len, csv.reader(iter(["a"] * 20))),
     "a generator": from_a_list,
     "a generator that counts": counted,
+    "one of one's own": Mine,
     "a loader": lambda: map(len, torch.utils.data.DataLoader(Numbers(), batch_size=1)),
     "a function": lambda: iter(lambda: 1.0, 2.0),
     "finds": lambda: map(len, map(str, re.finditer("1", "1" * 20))),
@@ -134,8 +147,9 @@ def test_what_is_taken_from_an_iterator_that_something_holds_is_refused(what: st
 
 def test_what_a_model_takes_is_refused_and_what_nobody_takes_from_is_not() -> None:
     run = trainer(lambda: 1.0)
-    run.step.model.rest = [itertools.repeat(1.0), itertools.cycle([1.0, 2.0]), iter([1.0]), counted(), filled_queue(), io.StringIO("1")]
-    next(run.step.model.rest[1])
+    rest = [itertools.repeat(1.0), itertools.cycle([1.0, 2.0]), iter([1.0]), counted(), filled_queue(), io.StringIO("1"), Mine()]
+    run.step.model.rest = [*rest, iter(torch.utils.data.DataLoader(Numbers(), batch_size=1))]
+    next(rest[1])
     run.fit(batch, 8)
     assert run.last_action in ("replay", "audit")
     taking = trainer(lambda: float(next(taking.step.model.rest)))
