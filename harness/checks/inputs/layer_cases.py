@@ -3,6 +3,7 @@ outputs come."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from harness.checks.catalogue.registry import CheckFailed
 from harness.checks.protocols import Layer
 from harness.checks.strategies import hurtful, uniform
+from harness.lifecycle.driving.snapshot import freeze
 
 
 def float_linear(
@@ -205,3 +207,46 @@ def hold_close(actual: Tensor, expected: Tensor, what: str) -> None:
     wide = wide.masked_fill(~wide.isfinite(), 0.0)
     if not float(error.norm()) <= 8 * float(torch.finfo(expected.dtype).eps) * float(wide.norm()):
         raise CheckFailed(f"{what}: relative error {float(error.norm() / wide.norm()):.3g}")
+
+
+def hold_apart(source: nn.Module, other: nn.Module, blank: nn.Module, what: str, x: Tensor) -> None:
+    """Hold that what is done to one layer is not done to another that came from it, nor the other way round.
+
+    Args:
+        source: a layer in eval mode.
+        other: another one, of the same shape.
+        blank: one that is filled from the state dict of copies of `source`.
+        what: for messages.
+        x: inputs.
+
+    Raises:
+        CheckFailed: it is.
+    """
+    for name, act in {
+        "was filled": lambda layer: layer.load_state_dict(other.state_dict()),
+        "was moved to bfloat16": lambda layer: layer.to(torch.bfloat16),
+        "was moved to float16": lambda layer: layer.to(torch.float16),
+    }.items():
+        for kind, goes_first in ((kind, goes_first) for kind in ("copy", "one filled from it") for goes_first in (True, False)):
+            layer = copy.deepcopy(source)
+            made = copy.deepcopy(layer if kind == "copy" else blank)
+            if kind != "copy":
+                made.load_state_dict(layer.state_dict())
+            (goes, whose), (stays, kept) = ((made, kind), (layer, "layer")) if goes_first else ((layer, "layer"), (made, kind))
+            before, expected = freeze(stays.state_dict()), stays(x).clone()
+            act(goes)
+            if freeze(stays.state_dict()) != before:
+                raise CheckFailed(f"{what}: the {whose} {name}, and the state dict of the {kept} has changed with it")
+            hold_close(stays(x), expected, f"{what}: the {whose} {name}, and the {kept} gives another output")
+    _hold_unshared(source, copy.deepcopy(source), what)
+
+
+def _hold_unshared(layer: nn.Module, made: nn.Module, what: str) -> None:
+    if made.training != layer.training:
+        raise CheckFailed(f"{what}: the copy of a layer in eval mode is in training mode")
+    theirs = dict(made.named_modules())
+    for place, module in layer.named_modules():
+        own, its = vars(module), vars(theirs[place]) if place in theirs else {}
+        shared = [name for name, value in own.items() if isinstance(value, dict | list | set) and its.get(name) is value]
+        if shared:
+            raise CheckFailed(f"{what}: the layer and its copy share one {'.'.join(filter(None, (place, shared[0])))}")

@@ -150,6 +150,7 @@ class _Nights:
         residuals_E: of other nights.
         across: error of a bridge among them, in standard deviations of a night.
         earlier: the level from before, where theirs is worse.
+        joint: place of the first night behind the bridge; 0 where there is none.
     """
 
     levels_N: NDArray[np.float64]
@@ -157,6 +158,7 @@ class _Nights:
     residuals_E: NDArray[np.float64]
     across: float
     earlier: float | None = None
+    joint: int = 0
 
     def until(self, end: int, known: Sequence[NDArray[np.float64]]) -> _Nights:
         """The first nights, where others know the noise, too."""
@@ -188,7 +190,8 @@ def find_shifts(
     found, residuals_E, start = list[Shift](), _NOTHING, 0
     for end in _looks(len(levels_N), found, densely):
         across = bridge.error if bridge is not None and start < bridge.place < end else 0.0
-        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, _earlier(levels_N, found)))
+        joint = bridge.place - start if bridge is not None and across else 0
+        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, _earlier(levels_N, found), joint))
         if shift is None:
             continue
         residuals_E = np.concatenate([residuals_E, _around(levels_N[start : start + shift.start], shift)])
@@ -235,7 +238,9 @@ def _step(nights: _Nights) -> tuple[Shift, float] | None:
 def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tuple[Shift, float] | None:
     """The test of a place, and the squares that are left. Welch's idea; the spread is that of all who know it, or a side's own."""
     before_M, after_K = nights.levels_N[:place], nights.levels_N[place:]
-    known = [nights.residuals_E, _centred(before_M), *([_centred(after_K)] if len(after_K) >= known_after else [])]
+    # How far off a bridge is counts in `across`; it is no noise.
+    sides = [before_M, *([after_K] if len(after_K) >= known_after else [])]
+    known = [nights.residuals_E, *(_centred(part) for part in _apart(sides, nights.joint))]
     if sum(map(len, known)) < LEAST_NOISE:
         return None
     kept_E, spread = noise_of(np.concatenate(known))
@@ -256,6 +261,13 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     error = math.sqrt((spread * nights.across) ** 2 + sum(parts))
     back = sign < 0 and nights.earlier is not None and median(after_K) - nights.earlier < max(LEAST_EFFECT, error)
     return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees, back=back), _squares([before_M, after_K])
+
+
+def _apart(sides: Sequence[NDArray[np.float64]], joint: int) -> Iterator[NDArray[np.float64]]:
+    """Nights of each side of a step, those of two machines apart."""
+    for side in sides:
+        yield from np.split(side, [joint]) if 0 < joint < len(side) else [side]
+        joint -= len(side)
 
 
 def _first_of_many(nights: _Nights) -> Shift | None:
@@ -289,7 +301,8 @@ def _to_a_level(nights: _Nights, parts: Sequence[Segment]) -> Shift | None:
         kept = np.r_[:place, behind.start : behind.end]
         # Around the line of a curve, nights do not know the noise, so levels alone are compared.
         others = [one for one in parts[1:] if one is not behind and not (curved and one.is_line)]
-        levels = replace(nights, levels_N=nights.levels_N[kept], errors_N=nights.errors_N[kept])
+        joint = int((kept < nights.joint).sum())
+        levels = replace(nights, levels_N=nights.levels_N[kept], errors_N=nights.errors_N[kept], joint=joint)
         known = [_around_part(nights.levels_N, one) for one in others]
         found = _shift(_step_at(place, levels.until(len(kept), known), LEAST_AFTER))
         if found is not None:

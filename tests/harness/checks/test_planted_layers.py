@@ -172,6 +172,33 @@ class CopySharesTensors(CopyShares):
         return new
 
 
+class CopySharesTables(Int8):
+    """A hook on the copy is one on the layer."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new._buffers, new._parameters = copy.deepcopy(self._buffers, memo), copy.deepcopy(self._parameters, memo)
+        return new
+
+
+class CopyLosesMode(Int8):
+    def __deepcopy__(self, memo: Any) -> Any:
+        new = object.__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo), training=True)
+        return new
+
+
+class KeepsTensorsOfFirstFilling(Int8):
+    """What fills it first is its own memory from then on, into which the second filling is written."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if not hasattr(self, "is_filled"):
+            self.is_filled = True
+            self.codes = state_dict[prefix + "codes"]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 class BiasMoved(Int8):
     """Whatever moves it multiplies its bias."""
 
@@ -248,6 +275,9 @@ WRONG: dict[str, tuple[type[Int8], str, str]] = {
     "a bias that is not copied": (BiasLostInCopy, "layer.copies", "a deepcopy: another output"),
     "a copy that is none": (CopyShares, "layer.copies", "the state dict of the layer has changed with it"),
     "a copy of the same tensors": (CopySharesTensors, "layer.copies", "the copy was filled, and the state dict of the layer has changed"),
+    "tables of hooks that a copy shares": (CopySharesTables, "layer.copies", "the layer and its copy share one _"),
+    "a copy in training mode": (CopyLosesMode, "layer.copies", "the copy of a layer in eval mode is in training mode"),
+    "memory of the first filling": (KeepsTensorsOfFirstFilling, "layer.copies", "the one filled from it was filled, and the state dict"),
     "a bias that grows": (BiasMoved, "layer.copies", "moved to the dtype that it has: another output"),
     "a bias that grows on the way": (BiasMoved, "layer.moves", "of a layer that went from float32 to torch.bfloat16"),
     "a bias that float16 has not": (BiasMovedToFloat16, "layer.moves", "of a layer that went from float32 to torch.float16"),

@@ -168,6 +168,16 @@ def test_what_is_compared_across_a_bridge_is_as_unsure_as_the_bridge() -> None:
     assert shift.error > alone.error and find_shifts(levels_N, bridge=Bridge(40, 5.0)).found == ()
 
 
+@pytest.mark.parametrize("behind", [5, 10])
+def test_how_far_off_a_bridge_is_hides_no_step_behind_it(behind: int) -> None:
+    """The night that tells the factor of two machines was off by two spreads: a level of its own, and no noise."""
+    levels_N = np.random.default_rng(2).normal(0, 0.0045, 60) - 0.01 * (np.arange(60) >= 40) + 0.05 * (np.arange(60) >= 60 - behind)
+    (shift,) = find_shifts(levels_N, bridge=Bridge(40, math.sqrt(2))).found
+    assert shift.place == 60 - behind and shift.effect > 0.03
+    still = levels_N - 0.05 * (np.arange(60) >= 60 - behind)
+    assert find_shifts(still, bridge=Bridge(40, math.sqrt(2))).found == ()
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.002, 0.01])
 def test_places_of_steps_are_those_of_ruptures(noise: float) -> None:
     rng = np.random.default_rng(0)
