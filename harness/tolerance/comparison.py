@@ -149,9 +149,14 @@ def _ties(tier: Tier, actual: Tensor, expected: Tensor, distance: Distance, cont
 
 
 def _steps(actual: Tensor, expected: Tensor) -> Tensor:
-    """How many codes lie between the two, [N]."""
+    """How many codes lie between the two, [N]: of integers, of the numbers of one byte, or of those that occur in wider floats."""
+    one_N, two_N = widen(actual)[:, 0], widen(expected)[:, 0]
     if not is_floating(expected.dtype):
-        return (widen(actual)[:, 0] - widen(expected)[:, 0]).abs()
+        return (one_N - two_N).abs()
+    if expected.dtype.itemsize > 1:
+        grid = torch.cat([one_N, two_N]).unique()
+        is_whole = bool((grid == grid.round()).all())
+        return (one_N - two_N).abs() if is_whole else (torch.searchsorted(grid, one_N) - torch.searchsorted(grid, two_N)).abs()
     (sign, one), (other_sign, two) = ordered(actual), ordered(expected)
     return torch.where(sign == other_sign, (one - two).abs(), one + two)[:, 0]
 

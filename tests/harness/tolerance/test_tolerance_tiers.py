@@ -185,6 +185,20 @@ def test_t2_forgives_one_step_at_a_tie_only(quotient: list[float], actual: list[
     assert compare(torch.tensor([actual], dtype=torch.int8), codes, T2("before"), context=context).ok is ok
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_t2_knows_codes_that_wider_floats_hold(dtype: torch.dtype) -> None:
+    """Whole numbers, or those of a grid, as FP4's."""
+    whole, moved = (torch.tensor(codes, dtype=dtype) for codes in ([2.0, 1.0, 5.0], [3.0, 1.0, 5.0]))
+    before = {"before": torch.tensor([2.5, 1.2, 5.0])}
+    assert compare(moved, whole, T2("before"), context=before).ok
+    assert not compare(moved + torch.tensor([1.0, 0.0, 0.0], dtype=dtype), whole, T2("before"), context=before).ok
+    fp4, other = (torch.tensor(codes, dtype=dtype) for codes in ([1.5, 4.0, 3.0, 2.0], [1.0, 3.0, 3.0, 2.0]))
+    assert compare(other, fp4, T2("before"), context={"before": torch.tensor([1.25, 3.5, 3.0, 2.0])}).ok
+    assert not compare(other, fp4, T2("before"), context={"before": torch.tensor([1.25, 3.6, 3.0, 2.0])}).ok
+    skipped = torch.tensor([1.5, 3.0, 3.0, 1.0], dtype=dtype)  # from 2 to 1 over 1.5, which occurs
+    assert not compare(skipped, fp4, T2("before"), context={"before": torch.tensor([1.5, 3.5, 3.0, 1.5])}).ok
+
+
 def test_t2_divides_by_group_scales_and_adds_zero_points() -> None:
     weight = torch.tensor([[0.5, 1.5, 5.0, 7.0], [1.0, 3.0, 2.0, 4.0]])
     scale = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
