@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--all-cases") or setting(config, "profile") in ("nightly", "release") or any("::" in arg for arg in config.args):
         return
     lines = (_ROOT / "tests" / "cases_per_change.txt").read_text(encoding="utf-8").splitlines()
-    shares = {name: share for share, name in (line.split(maxsplit=1) for line in lines if not line.startswith("#"))}
+    shares = {name: share for share, name in (line.strip().rsplit(maxsplit=1) for line in lines if not line.startswith("#"))}
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if (name := item.nodeid.partition("[")[0]) in shares:
