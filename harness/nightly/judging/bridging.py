@@ -46,6 +46,12 @@ class BridgedSeries:
     bridge: Bridge | None = None
     told: str = ""
 
+    def behind(self) -> BridgedSeries:
+        """Return the nights behind the bridge alone."""
+        place = 0 if self.bridge is None else self.bridge.place
+        told = f" behind the bridge from environment {self.nights[0].environment}"
+        return BridgedSeries(self.nights[place:], self.levels_N[place:], self.errors_N[place:], told=told)
+
 
 def level(values: Sequence[float], better: str) -> float:
     """Return the level of a night: the Hodges-Lehmann mean of the logarithms of its repetitions; more is worse.

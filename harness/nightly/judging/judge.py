@@ -23,6 +23,7 @@ from harness.nightly.judging.shifts import (
     LEAST_EFFECT,
     LEAST_NOISE,
     Shift,
+    Shifts,
     detectable_step,
     find_shifts,
     noise_now,
@@ -108,8 +109,19 @@ class _Standing:
 
 
 def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date) -> Judgement:
+    shifts = find_shifts(series.levels_N, series.errors_N, bridge=series.bridge)
+    found = _judge_shifts(series, shifts, acceptances, today)
+    bridge = series.bridge
+    if bridge is None or shifts.start >= bridge.place or found.verdict is Verdict.REGRESSION:
+        return found
+    # Nothing showed across the bridge, which is only as sure as a night or two: held against one another, the nights behind it are surer.
+    behind, known_E = series.behind(), find_shifts(series.levels_N[: bridge.place], series.errors_N[: bridge.place]).residuals_E
+    alone = _judge_shifts(behind, find_shifts(behind.levels_N, behind.errors_N, known_E=known_E), acceptances, today)
+    return alone if alone.verdict is Verdict.REGRESSION else found
+
+
+def _judge_shifts(series: BridgedSeries, shifts: Shifts, acceptances: Sequence[Acceptance], today: date) -> Judgement:
     nights, levels_N = series.nights, series.levels_N
-    shifts = find_shifts(levels_N, series.errors_N, bridge=series.bridge)
     starts = [0, *(shift.start for shift in shifts.found)]
     ends = [*(shift.level_end or shift.start for shift in shifts.found), len(nights)]
     means = [float(np.median(levels_N[first:last])) for first, last in zip(starts, ends, strict=True)]

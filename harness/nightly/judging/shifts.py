@@ -168,7 +168,12 @@ class _Nights:
 
 
 def find_shifts(
-    levels_N: NDArray[np.float64], errors_N: NDArray[np.float64] | None = None, *, bridge: Bridge | None = None, densely: bool = False
+    levels_N: NDArray[np.float64],
+    errors_N: NDArray[np.float64] | None = None,
+    *,
+    bridge: Bridge | None = None,
+    known_E: NDArray[np.float64] = _NOTHING,
+    densely: bool = False,
 ) -> Shifts:
     """Follow a series night by night.
 
@@ -176,6 +181,7 @@ def find_shifts(
         levels_N: a level a night, in logarithms; more is worse.
         errors_N: standard error of each by its own repetitions, 0 where there is one; None: all have one.
         bridge: where it goes on in another environment; what is compared across is less sure.
+        known_E: residuals of other nights that know the noise, too.
         densely: look after every night, as was done when they came; else of a long level after some, and after the last.
 
     Returns:
@@ -187,7 +193,7 @@ def find_shifts(
     if find_spec("ruptures") is None:
         raise HarnessError("harness nightly: ruptures is not installed; pip install 'compressor-harness[nightly]'")
     errors_N = np.zeros(len(levels_N)) if errors_N is None else errors_N
-    found, residuals_E, start = list[Shift](), _NOTHING, 0
+    found, residuals_E, start = list[Shift](), known_E, 0
     for end in _looks(len(levels_N), found, densely):
         across = bridge.error if bridge is not None and start < bridge.place < end else 0.0
         joint = bridge.place - start if bridge is not None and across else 0
