@@ -47,15 +47,14 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: hashlib.sha256(texts[name] + raw_bytes(one).cpu().numpy().tobytes()).hexdigest() for name, one in tensors.items()}
 
 
-def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, still_alive: Callable[[], None]) -> list[dict[str, str]]:
+def run_elsewhere(recipe: str, subject: Subject, seed: int) -> list[dict[str, str]]:
     """Make a whole run over the tiny model in each of three other processes.
 
     Args:
         recipe: of the modifier, and its followers.
-        tags: of the modifier.
+        subject: with what the modifier declares, how its runs go, and the stopwatch: importing the modifier, and each call of it, may take
+            as long there.
         seed: of the global generators.
-        limit: seconds that importing the modifier, and each call of it, may take there.
-        still_alive: called again and again while it is waited for.
 
     Returns:
         Of each the digest of every tensor of the model afterwards.
@@ -63,8 +62,10 @@ def run_elsewhere(recipe: str, tags: frozenset[str], seed: int, limit: float, st
     Raises:
         NoAnswerError: the modifier cannot be made there, a call of it hangs, or no answer came in five minutes.
     """
-    asked = {"recipe": recipe, "tags": sorted(tags), "seed": seed, "limit": limit, "path": sys.path, "threads": torch.get_num_threads()}
-    return [_ask(process, asked, still_alive) for process in [_started(os.getpid(), one) for one in HASH_SEEDS]]
+    life = {"steps_per_epoch": subject.steps_per_epoch, "has_batches": subject.has_batches}
+    asked = {"recipe": recipe, "tags": sorted(subject.tags), "seed": seed, "life": life, "limit": subject.stopwatch.limit}
+    asked |= {"path": sys.path, "threads": torch.get_num_threads()}
+    return [_ask(process, asked, subject.stopwatch.restart) for process in [_started(os.getpid(), one) for one in HASH_SEEDS]]
 
 
 def _ask(process: subprocess.Popen[bytes], asked: Mapping[str, Any], still_alive: Callable[[], None]) -> dict[str, str]:
@@ -132,7 +133,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         template, *_ = run_limited(lambda: load_recipe(asked["recipe"]).modifiers, watch)  # and its followers
     except BaseException as error:  # noqa: BLE001 - importing somebody's module may raise anything, SystemExit too
         return {"error": f"there it cannot be made: {describe(error)}"}
-    subject = Subject(template, tags=frozenset(asked["tags"]), stopwatch=watch)
+    subject = Subject(template, tags=frozenset(asked["tags"]), stopwatch=watch, **asked["life"])
     try:
         return {"digests": digests(run_limited(lambda: subject.result(seed=asked["seed"]), watch, subject.running))}
     except BaseException as error:  # noqa: BLE001 - as above; another check says what is wrong with the run itself

@@ -322,7 +322,10 @@ def already_quantized(subject: Subject) -> str:
 
 
 @register(
-    "rolls_back", "A failure in the middle rolls back, or leaves a directory that no loader takes for a finished checkpoint", number=54
+    "rolls_back",
+    "A failure in the middle rolls back, or leaves a directory that no loader takes for a finished checkpoint",
+    number=54,
+    in_training=True,
 )
 def rolls_back(subject: Subject) -> str:
     """Fail at every callback with originals kept, and compare the model; then fail in the main path with a folder to write to.

@@ -19,7 +19,7 @@ from harness.lifecycle.other_process import NoAnswerError, digests, run_elsewher
 from harness.lifecycle.subject import NothingToCheckError, Subject
 
 
-@register("repeatable", "A second run of a fresh modifier over the same model gives the same, bit for bit", number=43)
+@register("repeatable", "A second run of a fresh modifier over the same model gives the same, bit for bit", number=43, in_training=True)
 def repeatable(subject: Subject) -> str:
     """Run over a model, over another one, and over the first again, then after runs that were given up; compare with the first run.
 
@@ -57,7 +57,9 @@ def _seed(subject: Subject) -> int:
     return 1 if "random" in subject.tags else 2
 
 
-@register("new_process", "A run in another process, where texts have other hashes, gives the same, bit for bit", number=43)
+@register(
+    "new_process", "A run in another process, where texts have other hashes, gives the same, bit for bit", number=43, in_training=True
+)
 def new_process(subject: Subject) -> str:
     """Run here, and in three processes with other PYTHONHASHSEEDs, most of which order sets of names in another way.
 
@@ -80,9 +82,7 @@ def new_process(subject: Subject) -> str:
         own = subject.fresh()
         if own.parts() != [own]:
             raise NothingToCheckError(f"a recipe holds the parts of {cls.__name__} in its place; verify each of them")
-        recipe = load_recipe([subject.fresh()]).dump()
-        watch = subject.stopwatch
-        elsewhere = run_elsewhere(recipe, subject.tags, _seed(subject), watch.limit, watch.restart)
+        elsewhere = run_elsewhere(load_recipe([subject.fresh()]).dump(), subject, _seed(subject))
     except (CompressorError, NoAnswerError) as error:
         raise NothingToCheckError(f"another process cannot tell: {error}") from error
     here = digests(subject.result(seed=1))

@@ -28,7 +28,7 @@ TIMES = (
 )
 
 
-@register("completes", "A whole run over the model comes to its end, with every callback where the contract has it")
+@register("completes", "A whole run over the model comes to its end, with every callback where the contract has it", in_training=True)
 def completes(subject: Subject) -> str:
     """Go through a whole life without any fault.
 

@@ -13,7 +13,11 @@ from torch import nn
 
 from compressor.recipe import load_recipe
 from harness.lifecycle.driving.probes import TinyModel
+from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.other_process import HASH_SEEDS, NoAnswerError, run_elsewhere
+from harness.lifecycle.subject import Subject
+from harness.lifecycle.verify import verify
+from harness.reporting.verdict import Outcome
 
 ORDERS = "import sys; n = sys.argv[1:]; print(sorted(n, key=lambda one: (hash(one), one)), list(set(n)))"
 
@@ -59,27 +63,36 @@ class BySet(Modifier):
 def test_the_other_processes_order_a_set_of_two_in_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "by_set_elsewhere.py").write_text(BY_SET, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    recipe = load_recipe([importlib.import_module("by_set_elsewhere").BySet()]).dump()
-    found = run_elsewhere(recipe, frozenset({"in_place"}), 1, 60.0, lambda: None)
+    modifier = importlib.import_module("by_set_elsewhere").BySet()
+    found = run_elsewhere(load_recipe([modifier]).dump(), Subject(modifier, tags=frozenset({"in_place"})), 1)
     assert len(found) == 3 and len({tuple(one.items()) for one in found}) == 2
+
+
+def test_what_a_training_does_in_the_order_of_a_set_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = BY_SET.replace("on_calibration_end", "on_end").replace("BySet", "BySetAtTheEnd")
+    (tmp_path / "by_set_at_the_end.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = importlib.import_module("by_set_at_the_end").BySetAtTheEnd
+    record = verify(given, checks=["lifecycle.new_process"], tags={"in_place"}).records[-1]
+    assert record.outcome is Outcome.FAIL
+    assert record.summary.startswith("[state] with start=0.0 and end=1.0, in another process it gives other values in")
 
 
 def test_a_run_that_hangs_is_killed_with_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, hangs in (("hangs_elsewhere", True), ("answers_elsewhere", False)):
         (tmp_path / f"{name}.py").write_text(HANGING.format(hangs=hangs), encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    hanging, answering = (
-        load_recipe([importlib.import_module(name).Hanging()]).dump() for name in ("hangs_elsewhere", "answers_elsewhere")
-    )
+    hanging, answering = (importlib.import_module(name).Hanging() for name in ("hangs_elsewhere", "answers_elsewhere"))
     with pytest.raises(NoAnswerError, match=r"one call took longer than 0\.5 s, in Hanging\.on_initialize"):
-        run_elsewhere(hanging, frozenset(), 1, 0.5, lambda: None)
+        run_elsewhere(load_recipe([hanging]).dump(), Subject(hanging, stopwatch=Stopwatch(0.5)), 1)
     begun = tmp_path / "hangs_elsewhere.begun"
     begun.unlink()
 
-    def give_up() -> None:
-        if begun.exists():
-            raise KeyboardInterrupt
+    class GivesUp(Stopwatch):
+        def restart(self) -> None:
+            if begun.exists():
+                raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_elsewhere(hanging, frozenset(), 1, 60.0, give_up)
-    assert run_elsewhere(answering, frozenset(), 1, 60.0, lambda: None)
+        run_elsewhere(load_recipe([hanging]).dump(), Subject(hanging, stopwatch=GivesUp(60.0)), 1)
+    assert run_elsewhere(load_recipe([answering]).dump(), Subject(answering), 1)

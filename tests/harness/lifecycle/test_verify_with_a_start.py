@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from compressor.lifecycle import Event, Modifier, State
@@ -121,6 +122,31 @@ class FreezesAWeight(Watches):
         super().on_end(state, event)
 
 
+class ActsAtTheEnd(Watches):
+    """What it has touched it changes when a training ends it."""
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch(["lm_head"])
+        return True
+
+    def on_end(self, state: State, event: Event) -> None:
+        super().on_end(state, event)
+        state.model.get_submodule("lm_head").get_parameter("weight").data.mul_(self.factor())
+
+    def factor(self) -> float:
+        return 0.5
+
+
+class FollowsTheCallersSeed(ActsAtTheEnd):
+    def factor(self) -> float:
+        return torch.initial_seed() % 7 + 2.0
+
+
+class FailsAtTheEnd(ActsAtTheEnd):
+    def factor(self) -> float:
+        return {"other": 1.0}["factor"]
+
+
 def outcome_of(modifier: object, check: str, **options: Any) -> tuple[Outcome, str]:
     report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=[f"lifecycle.{check}"], profile="pr", **options)
     return report.records[-1].outcome, report.records[-1].summary
@@ -141,6 +167,9 @@ WRONG: dict[type[Modifier], tuple[str, str]] = {
         "lm_head.weight: another parameter stands here, or none, while ties and an optimizer keep the old one",
     ),
     FreezesAWeight: ("surroundings", "requires_grad"),
+    FollowsTheCallersSeed: ("repeatable", "gives other values in lm_head.weight"),
+    FailsAtTheEnd: ("completes", "on_end of modifier 0"),
+    ActsAtTheEnd: ("rolls_back", "lm_head.weight"),
 }
 
 
