@@ -122,6 +122,8 @@ def are_parts_of_copies(one: Projection, other: Projection) -> bool:
 def share_a_weight(one: Projection, other: Projection) -> bool:
     """Say whether two layers are computed from one constant that is as large as a layer, and no rotation that all are turned by.
 
+    Behind layers that each has to itself one matrix may follow both, as Linformer's over the tokens does.
+
     Args:
         one: of a graph.
         other: of the same graph.
@@ -129,6 +131,9 @@ def share_a_weight(one: Projection, other: Projection) -> bool:
     Returns:
         True if so, as of a weight and its sum with another one.
     """
+    before, others = (frozenset().union(*(each.sources for each in layer.beside)) for layer in (one, other))
+    if before and others and before.isdisjoint(others):
+        return False
     least = min(one.matrix_IO.size, other.matrix_IO.size)
     arrays = [array for value in one.sources & other.sources if (array := tensor_of(value)) is not None and array.size >= least]
     return any(array.ndim != 2 or not (_is_orthogonal(array) or _is_orthogonal(array.T)) for array in arrays)

@@ -55,6 +55,7 @@ _DEPLOYED_MARGIN_DB = 6.0
 _MOST_NAMES = 8
 _MOST_SPECIAL = 8
 """Of one input: padding, begin, end and a few more of a processor."""
+_PLACES = (0, 1, 2, 3, 5, 6)  # in a row of seven
 
 
 _ARRAYS = Kind(
@@ -182,6 +183,9 @@ class NumericEqual(Contract):
         same = [name for name, one in first.items() if one.size and all(np.array_equal(one, other[name]) for other, _ in drawings)]
         if same:
             pair.notes.append(f"{self.name}: this was not seen in full: {', '.join(same)} had the same values throughout")
+        if idle := [name for name in first if name not in same and first[name].size and not _has_effect(name, drawings, before)]:
+            said = f"{some(idle)} had many values, of which none changed an output; where others do, pass inputs"
+            pair.notes.append(f"{self.name}: this was not seen in full: {said}")
         return drawings
 
     def _sized(self, pair: Pair, before: Session, first: Sizes) -> list[list[Drawing]]:
@@ -207,11 +211,11 @@ class NumericEqual(Contract):
             pair.notes.append(
                 f"{self.name}: of the numbers that {some(many)} is compared with, only the first {_MOST_SPECIAL} were looked at"
             )
-        for name, number, inputs in special_inputs(first, _few(special)):
+        for name, number, inputs in special_inputs(first, {**_few(special), **_single(pair, first)}):
             try:
                 drawings.append((inputs, before.run(inputs)))
             except GraphRefused:
-                refused[f"{name} of {number}"] = None
+                refused |= {f"{name} of {number}": None} if name in special else {}
         if refused:
             pair.notes.append(f"{self.name}: {_BEFORE} refuses {some(list(refused))}, a number that it compares with; it was not looked at")
         return drawings
@@ -404,6 +408,28 @@ def _special(pair: Pair, first: Mapping[str, np.ndarray]) -> dict[str, list[int]
             low, high = (0, rows[name] - 1) if rows.get(name) else (np.iinfo(ids.dtype).min, np.iinfo(ids.dtype).max)
             found[name] = sorted({number for one in both for number in one.get(name, ()) if low <= number <= high})
     return found
+
+
+def _single(pair: Pair, first: Mapping[str, np.ndarray]) -> dict[str, list[int]]:
+    """Single integers to small numbers: a length, a width or a step counts places, which no draw from a wide range would hit."""
+    rows, found = reached_tables(pair.before), dict[str, list[int]]()
+    for name, one in first.items():
+        if one.size == 1 and one.dtype.kind in "iu" and not is_mask(name, one.dtype):
+            found[name] = [number for number in _PLACES if number < (rows.get(name) or np.inf)]
+    return found
+
+
+def _has_effect(name: str, drawings: Sequence[Drawing], before: Session) -> bool:
+    """Whether an input by itself changes any output; of one that the graph refuses alone nobody knows."""
+    first, outputs = drawings[0]
+    others = {inputs[name].tobytes(): inputs[name] for inputs, _ in drawings[1:]}
+    for other in others.values():
+        try:
+            if not all(map(_is_same, outputs, before.run({**first, name: other}))):
+                return True
+        except GraphRefused:
+            return True
+    return False
 
 
 def _few(special: Mapping[str, list[int]]) -> dict[str, list[int]]:

@@ -16,6 +16,8 @@ _PADS = 2
 def special_inputs(first: Mapping[str, np.ndarray], special: Mapping[str, Collection[int]]) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Put each id that a graph knows as special where padding and the ends of texts stand: first and last of the rows, in turn.
 
+    Of a single integer there is one place.
+
     Args:
         first: inputs as they were drawn.
         special: name of an input to the ids.
@@ -25,7 +27,7 @@ def special_inputs(first: Mapping[str, np.ndarray], special: Mapping[str, Collec
     """
     for name, numbers in special.items():
         for number in sorted(numbers):
-            for at in range(_PADS):
+            for at in range(min(_PADS, first[name].size)):
                 yield name, number, {**first, name: _with(first[name], number, at)}
 
 
@@ -51,6 +53,8 @@ def padded_inputs(
 
 
 def _with(ids: np.ndarray, number: int, at: int) -> np.ndarray:
+    if ids.size == 1:
+        return np.full_like(ids, number)
     padded = _padded(np.ones_like(ids), at if ids.shape[-1] > 1 else _PADS) == 0
     return np.where(padded, np.asarray(number, ids.dtype), ids)
 

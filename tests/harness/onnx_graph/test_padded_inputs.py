@@ -143,6 +143,28 @@ def test_an_id_that_either_graph_compares_with_is_drawn_from_any_vocabulary(how:
     assert NumericEqual().check(sound, _marked(29_000)).holds
 
 
+@pytest.mark.parametrize("shape", ["", "[1]"])
+@pytest.mark.parametrize(("sound", "damaged"), [("LessOrEqual(places, n)", "Less(places, n)"), ("Equal(places, n)", "Less(places, zero)")])
+def test_a_single_integer_counts_places_too(shape: str, sound: str, damaged: str) -> None:
+    """As the width of a window or the length of a text does; of a wide range no number lies among the places of a graph."""
+    before, after = (
+        _parsed(f"float[2, 7] x, int64{shape} n", "float[2, 7] y", f"c = {how} m = Neg(x) y = Where(c, x, m)", places=range(7), zero=0)
+        for how in (sound, damaged)
+    )
+    report = NumericEqual().check(before, before)
+    assert report.holds and "was not seen in full" not in report.message
+    assert NumericEqual().check(before, after).holding is Holding.VIOLATED
+
+
+def test_an_input_that_changes_nothing_is_noted() -> None:
+    """Lengths in samples, of which a frame takes thousands: whatever is drawn, every mask is empty."""
+    text = "f = Div(lengths, frame) c = Less(places, f) m = Neg(x) y = Where(c, x, m)"
+    model = _parsed("float[2, 7] x, int64[2, 1] lengths", "float[2, 7] y", text, places=range(7), frame=3200)
+    assert (
+        "this was not seen in full: lengths had many values, of which none changed an output" in NumericEqual().check(model, model).message
+    )
+
+
 def test_special_ids_beyond_those_that_are_drawn_are_said() -> None:
     numbers = np.arange(100, 112)
     text = "g = Gather(table, input_ids) c = Unsqueeze(input_ids, last) e = Equal(c, special) f = Cast<to = 1>(e) y = MatMul(f, held)"
