@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from statistics import NormalDist
 
 import numpy as np
 
+from harness.nightly.judging.bridging import LIVE_NIGHTS
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.measurement import Acceptance, Measurement, in_time
 from harness.reporting.verdict import Verdict
@@ -40,13 +42,30 @@ def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance
         today: the day on which acceptances are looked at; by default today in UTC, or that of the last night where it is later.
 
     Returns:
-        The judgement of the last night.
+        The judgement of the last night, or that of another machine that measured lately, where that one is worse.
     """
-    last = series[-1]
-    today = day_of_looking(last.night) if today is None else today
+    today = day_of_looking(series[-1].night) if today is None else today
     place, word = _baseline(series, acceptances, today)
-    base, nights = series[place], series[place:]
-    accepted = () if word is None else (_change(base, _compare(series[0], base), word),)
+    live = [*dict.fromkeys(one.night for one in series)][-LIVE_NIGHTS:]
+    places = [one.environment for one in series]
+    begun = places.index(places[-1])  # a machine that has not measured since is gone
+    beside = [one.environment for one in series[max(place, begun) :] if one.night in live]
+    found = {}
+    for environment in dict.fromkeys(reversed(beside)):
+        # What was measured before a machine began says since when.
+        nights = [
+            one for at, one in enumerate(series[place + 1 :], place + 1) if places[at] == environment or at < places.index(environment)
+        ]
+        found[environment] = _judge_nights([series[place], *nights], series[0], word)
+    first = next(iter(found))
+    worse = next((one for one in found if found[one].verdict is Verdict.REGRESSION), first)
+    return found[first] if worse == first else replace(found[worse], summary=f"in environment {worse}: {found[worse].summary}")
+
+
+def _judge_nights(nights: Sequence[Measurement], first_of_all: Measurement, word: Acceptance | None) -> Judgement:
+    """Judge the last of the nights of one machine against the first of them, the baseline, wherever that one was."""
+    base, last = nights[0], nights[-1]
+    accepted = () if word is None else (_change(base, _compare(first_of_all, base), word),)
     if len(base.values) != len(last.values) or len(last.values) < LEAST_SEQUENCES:
         few = f"{len(last.values)} sequences tonight and {len(base.values)} in {base.night}, the baseline: a pair needs the same ones"
         summary = f"{few}, at least {LEAST_SEQUENCES}; give other data another name of the metric"

@@ -21,7 +21,7 @@ from harness.nightly.judging.bridging import level
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
-from harness.nightly.measurement import Acceptance, Measurement, in_time
+from harness.nightly.measurement import Acceptance, CellRow, Measurement, in_time
 from harness.nightly.runner import Night
 from harness.reporting.junit import to_junit
 from harness.reporting.pages import render, write_texts
@@ -200,7 +200,7 @@ def read_night(history: History) -> tuple[Night, list[Trend]]:
         history: of several nights.
 
     Returns:
-        The night with the last attempt at each of its cells, and all metrics of the history: those that are worse first.
+        The night with the last attempt at each of its cells on each machine, and all metrics of the history: those that are worse first.
 
     Raises:
         UserInputError: the history is empty.
@@ -214,9 +214,22 @@ def read_night(history: History) -> tuple[Night, list[Trend]]:
         series, words = history.series(name), history.acceptances(name)
         trends.append(Trend(series, words, judge(series, words)))
     trends.sort(key=lambda one: (_ORDER.index(one.judgement.verdict), one.name))
-    rows = {row.cell: row for row in history.cells(last)}
+    rows = _last_attempts(history, last)
     tonight = [one for one in trends if one.series[-1].night == last]
-    revisions = [*(row.revision for row in rows.values()), *(one.series[-1].revision for one in tonight)]
+    revisions = [*(row.revision for row in rows), *(one.series[-1].revision for one in tonight)]
     revision = next(filter(None, revisions), "")
     judgements = tuple(one.judgement for one in tonight)
-    return Night(last, revision, tuple(rows.values()), judgements, find_flaky(history.cells()), 0), trends
+    return Night(last, revision, rows, judgements, find_flaky(history.cells()), 0), trends
+
+
+def _last_attempts(history: History, night: str) -> tuple[CellRow, ...]:
+    """Of each cell and environment the last attempt at the newest code; `run --at` runs what the history has known for longer."""
+    known: dict[str, int] = {}
+    for row in history.cells():
+        known.setdefault(row.revision, len(known))
+    rows: dict[tuple[str, str], CellRow] = {}
+    for row in history.cells(night):
+        kept = rows.get((row.cell, row.environment), row)
+        if known[row.revision] >= known[kept.revision]:
+            rows[row.cell, row.environment] = row
+    return tuple(rows.values())

@@ -168,6 +168,23 @@ def test_what_is_compared_across_a_bridge_is_as_unsure_as_the_bridge() -> None:
     assert shift.error > alone.error and find_shifts(levels_N, bridge=Bridge(40, 5.0)).found == ()
 
 
+@pytest.mark.parametrize("number", [5, 7])
+def test_nights_behind_a_bridge_are_held_against_one_another_too(number: int) -> None:
+    """A step of 5 % in the last six of 46 nights on another machine: across the bridge, which one night makes, it does not show."""
+    rng = np.random.default_rng([11, 40, number])
+    rows = []
+    for at in range(91):
+        place, size = ("there", 100.0) if at < 45 else ("here", 70.0)
+        again = [(size, f"{at - 1}")] if at == 45 else []
+        for level_, revision in (*again, (size * (1.05 if at > 84 else 1.0), f"{at}")):
+            values = level_ * np.exp(rng.normal(0, 0.004) + rng.normal(0, 0.01, 5))
+            rows.append(Measurement(night_label(at), place, revision, "m", "lower", tuple(values)))
+    found = judge(rows)
+    assert found.verdict is Verdict.REGRESSION and abs(found.changes[0].effect - 0.05) < 0.02
+    before = [one for one in rows if one.night < night_label(85)]
+    assert judge(before).verdict is Verdict.PASS
+
+
 @pytest.mark.parametrize("behind", [5, 10])
 def test_how_far_off_a_bridge_is_hides_no_step_behind_it(behind: int) -> None:
     """The night that tells the factor of two machines was off by two spreads: a level of its own, and no noise."""

@@ -38,6 +38,24 @@ def test_what_is_better_or_too_small_or_over_is_none(factors: tuple[float, ...])
     assert judge(nights(*factors)).verdict is Verdict.PASS
 
 
+@pytest.mark.parametrize("last", ["here", "there"])
+def test_of_machines_that_measure_beside_one_another_the_worse_one_counts(last: str) -> None:
+    order = {"here": ("there", "here"), "there": ("here", "there")}[last]
+    rows = [replace(one, environment=place) for one, *_ in [nights(1.0)] * 4 for place in order]
+    rows = [replace(one, night=f"2026-01-{1 + at // 2:02}") for at, one in enumerate(rows)]
+    worse = [
+        replace(one, values=tuple(1.1 * x for x in one.values)) if at > 3 and one.environment == "here" else one
+        for at, one in enumerate(rows)
+    ]
+    found = judge(worse)
+    assert found.verdict is Verdict.REGRESSION and found.changes[0].night == "2026-01-03"
+    assert found.summary.startswith("in environment here: worse by 10.0%" if last == "there" else "worse by 10.0%")
+    gone = [one for one in worse if one.environment == "here"] + [
+        replace(one, night="2026-01-05") for one in rows[-2:] if one.environment == "there"
+    ]
+    assert judge(gone).verdict is Verdict.PASS
+
+
 def test_a_loss_within_the_spread_of_sequences_is_not_known_and_the_power_is_said() -> None:
     found = judge(nights(1.0, 1.02, spread=1.0))
     assert found.verdict is Verdict.INCONCLUSIVE and found.detectable > 0.1

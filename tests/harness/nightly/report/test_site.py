@@ -90,6 +90,19 @@ LINES = {
 }
 
 
+@pytest.mark.parametrize("place", ["the same", "another"])
+def test_a_run_of_an_older_commit_in_the_same_night_hides_no_failure(place: str, tmp_path: Path) -> None:
+    """As `run --at` does, for a bridge."""
+    there = HERE if place == "the same" else Environment({"device": "cpu", "processor": "another"})
+    history = History(tmp_path / "h.sqlite")
+    for night, environment, revision, outcome in ((0, HERE, "a", "pass"), (1, HERE, "b", "regression"), (1, there, "a", "pass")):
+        history.add_cell(CellRow(label(night), environment.digest, revision * 40, "c", 1, outcome, 2.0, 1, ""), [], environment=environment)
+    night, _ = read_night(history)
+    assert night.verdict is Verdict.REGRESSION
+    history.add_cell(CellRow(label(1), HERE.digest, "c" * 40, "c", 1, "pass", 2.0, 1, ""), [], environment=HERE)
+    assert read_night(history)[0].verdict is Verdict.PASS
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_of_a_log_is_shown_in_the_summary_as_it_is(line: str, tmp_path: Path) -> None:
     history = History(tmp_path / "h.sqlite")
