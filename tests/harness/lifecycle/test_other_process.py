@@ -78,6 +78,17 @@ def test_what_a_training_does_in_the_order_of_a_set_is_told(tmp_path: Path, monk
     assert record.summary.startswith("[state] with start=0.0 and end=1.0, in another process it gives other values in")
 
 
+def test_another_process_counts_epochs_as_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would give other values, and be told for it, if its epochs had other steps."""
+    source = BY_SET.partition("        next(")[0].replace("on_calibration_end", "on_end").replace("BySet", "ByIndex")
+    source += "        next(state.model.parameters()).data.mul_(1 + event.index)\n"
+    (tmp_path / "by_index_at_the_end.py").write_text(source, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = importlib.import_module("by_index_at_the_end").ByIndex
+    record = verify(given, checks=["lifecycle.new_process"], tags={"in_place"}).records[-1]
+    assert record.outcome is Outcome.PASS and "2 steps an epoch: " in record.summary, record.summary
+
+
 def test_a_run_that_hangs_is_killed_with_the_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, hangs in (("hangs_elsewhere", True), ("answers_elsewhere", False)):
         (tmp_path / f"{name}.py").write_text(HANGING.format(hangs=hangs), encoding="utf-8")

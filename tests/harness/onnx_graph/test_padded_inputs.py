@@ -144,11 +144,17 @@ def test_an_id_that_either_graph_compares_with_is_drawn_from_any_vocabulary(how:
 
 
 @pytest.mark.parametrize("shape", ["", "[1]"])
-@pytest.mark.parametrize(("sound", "damaged"), [("LessOrEqual(places, n)", "Less(places, n)"), ("Equal(places, n)", "Less(places, zero)")])
+@pytest.mark.parametrize(
+    ("sound", "damaged"),
+    [
+        ("c = LessOrEqual(places, n)", "b = Less(n, two) o = Cast<to = 7>(b) m = Add(n, o) c = Less(places, m)"),  # right of 0 and 1
+        ("c = Equal(places, n)", "e = Equal(places, n) b = Less(n, two) c = And(e, b)"),
+    ],
+)
 def test_a_single_integer_counts_places_too(shape: str, sound: str, damaged: str) -> None:
     """As the width of a window or the length of a text does; of a wide range no number lies among the places of a graph."""
     before, after = (
-        _parsed(f"float[2, 7] x, int64{shape} n", "float[2, 7] y", f"c = {how} m = Neg(x) y = Where(c, x, m)", places=range(7), zero=0)
+        _parsed(f"float[2, 7] x, int64{shape} n", "float[2, 7] y", f"{how} z = Neg(x) y = Where(c, x, z)", places=range(7), two=2)
         for how in (sound, damaged)
     )
     report = NumericEqual().check(before, before)

@@ -192,6 +192,8 @@ def test_t2_knows_codes_that_wider_floats_hold(dtype: torch.dtype) -> None:
     before = {"before": torch.tensor([2.5, 1.2, 5.0])}
     assert compare(moved, whole, T2("before"), context=before).ok
     assert not compare(moved + torch.tensor([1.0, 0.0, 0.0], dtype=dtype), whole, T2("before"), context=before).ok
+    far = torch.tensor([4.0, 1.0, 5.0], dtype=dtype)  # two steps, though no code between them occurs
+    assert not compare(far, whole, T2("before"), context={"before": torch.tensor([3.0, 1.2, 5.0])}).ok
     fp4, other = (torch.tensor(codes, dtype=dtype) for codes in ([1.5, 4.0, 3.0, 2.0], [1.0, 3.0, 3.0, 2.0]))
     assert compare(other, fp4, T2("before"), context={"before": torch.tensor([1.25, 3.5, 3.0, 2.0])}).ok
     assert not compare(other, fp4, T2("before"), context={"before": torch.tensor([1.25, 3.6, 3.0, 2.0])}).ok
