@@ -31,24 +31,31 @@ RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
 SURROUNDINGS = ("training", "requires_grad", "grad", "attribute", "class", "rng", "torch", "threads", "hooks", "settings")
 
 
-def _points(subject: Subject) -> list[tuple[int, str]]:
-    """Every callback of a whole life, with the number of the moment in which it comes."""
+def points(subject: Subject) -> list[tuple[int, str]]:
+    """List every callback of a whole life.
+
+    Args:
+        subject: what is verified.
+
+    Returns:
+        The number of the moment in which it comes, and its name.
+    """
     run = subject.open()
     checked = subject.check(run)
-    points = []
+    found = []
     for number, (moment, names) in enumerate(subject.life()):
         if moment == "SEQUENTIAL_EPOCH_END":
             checked.forward(partial(subject.forward, run))
         failed = checked.go(moment, modules=names).kind == "failed"
-        points += [(number, entry.seen.callback) for entry in run.recorder.entries]
+        found += [(number, entry.seen.callback) for entry in run.recorder.entries]
         if failed:
             break
-    return points
+    return found
 
 
 def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[CheckedRun, str, CallResult]]:
     """Fail in every way at every callback of a whole life; each time return the run, the fault in words and its outcome."""
-    for number, callback in _points(subject):
+    for number, callback in points(subject):
         moment, names = subject.life()[number]
         answers = (Act(answer=False), Act(answer=None)) if callback in ANSWERING else ()
         for act in (*RAISES, *answers):

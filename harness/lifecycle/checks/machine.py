@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from compressor.errors import CompressorError
 from compressor.lifecycle import Session
 from compressor.recipe import load_recipe
+from harness.lifecycle.checks.leftovers import points
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.callback_recorder import PlannedError
 from harness.lifecycle.driving.compare import Violation
@@ -35,9 +36,10 @@ def repeatable(subject: Subject) -> str:
     first = subject.result(seed=1)
     subject.result(_another(subject.model), seed=3)
     _hold_again(subject, first, "the second run")
-    for error in (None, PlannedError("a forward failed")):
-        _give_up(subject, error)
-        _hold_again(subject, first, f"a run after one that was {'aborted' if error is None else 'left by an exception'}")
+    for place, error in _ways_out(subject):
+        _give_up(subject, place, error)
+        way, (moment, _) = "aborted" if error is None else "left by an exception", subject.life()[place]
+        _hold_again(subject, first, f"a run after one that was {way} behind {moment} ({place + 1})")
     return f"{len(first)} tensors are equal"
 
 
@@ -93,13 +95,20 @@ def new_process(subject: Subject) -> str:
     return f"{len(here)} tensors are equal"
 
 
-def _give_up(subject: Subject, error: BaseException | None) -> None:
+def _ways_out(subject: Subject) -> list[tuple[int, PlannedError | None]]:
+    """Where a run is given up, and by what: behind the first call of each callback, and behind what flows last in both ways."""
+    moments, error = [moment for moment, _ in subject.life()], PlannedError("a forward failed")
+    last = max((number for number, moment in enumerate(moments) if moment in ("SEQUENTIAL_EPOCH_END", "LOSS_CALCULATED")), default=0)
+    first = {callback: number for number, callback in reversed(points(subject))}
+    places = sorted({*first.values()} - {last, len(moments) - 1})
+    return [*((place, error if at % 2 else None) for at, place in enumerate(places)), (last, None), (last, error)]
+
+
+def _give_up(subject: Subject, place: int, error: BaseException | None) -> None:
     """Begin a run over another model, let it see what flows there, and abort it, or leave it by an exception."""
     run = subject.open(model=_another(subject.model))
     checked = subject.check(run)
-    moments = [moment for moment, _ in subject.life()]
-    last = max((number for number, moment in enumerate(moments) if moment in ("SEQUENTIAL_EPOCH_END", "LOSS_CALCULATED")), default=0)
-    outcome = subject.live(checked, run, until=last + 1)
+    outcome = subject.live(checked, run, until=place + 1)
     if (outcome is not None and outcome.kind == "failed") or checked.is_over:
         return
     if error is None:

@@ -54,7 +54,7 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
 
     Returns:
         Of a paired metric the judgement of the last night against its baseline. Else that of the nights in the environment of the last one,
-        or of another that measured lately, where that one is worse.
+        or of another that measured lately, where that one is worse or hides whether it is.
 
     Raises:
         HarnessError: `ruptures` is not installed.
@@ -67,14 +67,24 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     places = dict.fromkeys([last.environment, *(one.environment for one in series if one.night in live)])
     joined = {place: bridged(series, place) for place in places}
     found = {place: _judge_environment(one, acceptances, today) for place, one in joined.items()}
-    worse = next((place for place, one in found.items() if one.verdict is Verdict.REGRESSION), last.environment)
+    worse = max(found, key=lambda place: _weight(found[place]))  # of equal ones that of the last night
     beside = f"in environment {worse}: " if worse != last.environment else ""
-    used = {*places, *(one.environment for one_series in joined.values() for one in one_series.nights)}
+    judged = [place for place in places if place == worse or not _is_too_short(found[place])]
+    used = {*judged, *(one.environment for place in judged for one in joined[place].nights)}
     left = sum(one.environment not in used for one in series)
     unseen = f"; {left} night{'' if left == 1 else 's'} of other machines or versions do not count" if left else ""
     if left and found[worse].verdict is Verdict.INCONCLUSIVE:
         unseen += ", unless one of their commits runs here, too (harness nightly run --at)"
     return replace(found[worse], summary=beside + found[worse].summary + unseen)
+
+
+def _is_too_short(found: Judgement) -> bool:
+    return found.verdict is Verdict.INCONCLUSIVE and math.isnan(found.noise)
+
+
+def _weight(found: Judgement) -> int:
+    """A series that is too short says nothing of the others; one that may hide what is worse does."""
+    return 0 if _is_too_short(found) else {Verdict.REGRESSION: 2, Verdict.INCONCLUSIVE: 1, Verdict.PASS: 0}[found.verdict]
 
 
 @dataclass

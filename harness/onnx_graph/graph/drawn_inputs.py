@@ -170,7 +170,8 @@ def full_size_inputs(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.nda
         seed: of the draw.
 
     Yields:
-        Name to array, of each drawing, and with masks of two ones a row and of two zeros; nothing where no input is a float.
+        Name to array, of each drawing, and with masks of two ones a row and of two zeros, then all of one sign, as bright pictures are;
+        nothing where no input is a float.
     """
     draw, first = np.random.default_rng(seed + 2), drawn[0]
     floats = _floats(model, first)
@@ -179,6 +180,8 @@ def full_size_inputs(model: onnx.ModelProto, drawn: Sequence[Mapping[str, np.nda
     for inputs in [*drawn, *sparse] if floats else []:
         kept = {name: one.astype(first[name].dtype) for name, one in inputs.items()}
         yield kept | {name: (4 * _steps(first[name].shape, draw)).astype(first[name].dtype) for name in floats}
+    for sign in (1, -1) if floats else ():
+        yield {**first, **{name: (sign * np.abs(4 * _steps(first[name].shape, draw))).astype(first[name].dtype) for name in floats}}
 
 
 def _two(like: np.ndarray) -> np.ndarray:

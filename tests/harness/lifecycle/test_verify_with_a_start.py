@@ -147,6 +147,28 @@ class FailsAtTheEnd(ActsAtTheEnd):
         return {"other": 1.0}["factor"]
 
 
+class OpenRuns:
+    """What a modifier keeps in an object of its file."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+OPEN = OpenRuns()
+
+
+class CountsOpenRuns(ActsAtTheEnd):
+    """A run that was given up between on_start and on_end leaves it counting."""
+
+    def on_start(self, state: State, event: Event) -> None:
+        OPEN.count += 1
+        super().on_start(state, event)
+
+    def factor(self) -> float:
+        count, OPEN.count = OPEN.count, 0
+        return 0.5**count
+
+
 def outcome_of(modifier: object, check: str, **options: Any) -> tuple[Outcome, str]:
     report = verify(modifier, TinyModel(8), inputs=tiny_batches(1), checks=[f"lifecycle.{check}"], profile="pr", **options)
     return report.records[-1].outcome, report.records[-1].summary
@@ -168,6 +190,7 @@ WRONG: dict[type[Modifier], tuple[str, str]] = {
     ),
     FreezesAWeight: ("surroundings", "requires_grad"),
     FollowsTheCallersSeed: ("repeatable", "gives other values in lm_head.weight"),
+    CountsOpenRuns: ("repeatable", "a run after one that was "),
     FailsAtTheEnd: ("completes", "on_end of modifier 0"),
     ActsAtTheEnd: ("rolls_back", "lm_head.weight"),
 }

@@ -46,6 +46,16 @@ def test_a_mask_that_is_ignored_is_seen(kind: str, name: str, policy: str) -> No
     assert result.holding is Holding.VIOLATED and "on drawing 2 of 3" in result.message
 
 
+def test_what_is_cut_off_where_all_floats_have_one_sign_is_seen() -> None:
+    """As by a ReLU6 behind a sum over a bright picture: of numbers around zero the sum stays below."""
+    text = "s = ReduceSum(x) {} m = Mul(x, c) y = Add(x, m)"
+    model, cut = (_model("", text.format(how)) for how in ("c = Relu(s)", "r = Relu(s) c = Min(r, {})".format("limit")))
+    for one in cut.graph.initializer:
+        one.CopyFrom(numpy_helper.from_array(np.array(100, np.float32), one.name))
+    result = NumericEqual().check(model, cut)
+    assert result.holding is Holding.VIOLATED and "where all inputs are large" in result.message
+
+
 LARGE = "p = Mul(x, x) s = ReduceSum(p) l = Sub(s, limit) o = Relu(l) y = Add(x, o)"
 
 

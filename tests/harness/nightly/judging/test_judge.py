@@ -168,6 +168,21 @@ def test_what_is_compared_across_a_bridge_is_as_unsure_as_the_bridge() -> None:
     assert shift.error > alone.error and find_shifts(levels_N, bridge=Bridge(40, 5.0)).found == ()
 
 
+@pytest.mark.parametrize("last", ["here", "there"])
+def test_a_machine_that_may_hide_what_is_worse_counts_whoever_measured_last(last: str) -> None:
+    hiding = series([100.0] * 42, environment="there")
+    hiding[-2:] = [replace(one, values=tuple([size] * 10)) for one, size in zip(hiding[-2:], (115.0, 130.0), strict=True)]
+    fine = series([100.0] * (43 if last == "here" else 41), seed=1)
+    found = judge(sorted([*hiding, *fine], key=lambda one: one.night))
+    assert judge(hiding).verdict is Verdict.INCONCLUSIVE and judge(fine).verdict is Verdict.PASS
+    assert found.verdict is Verdict.INCONCLUSIVE and found.summary.startswith("in environment there: " if last == "here" else "42 nights")
+
+
+def test_nights_of_a_machine_that_are_too_few_are_told_beside_anothers() -> None:
+    found = judge([*series([100.0] * 30 + [150.0] * 7, environment="there")[7:], *series([100.0] * 46, seed=1)])
+    assert found.verdict is Verdict.PASS and found.summary.endswith("; 30 nights of other machines or versions do not count")
+
+
 @pytest.mark.parametrize("number", [5, 7])
 def test_nights_behind_a_bridge_are_held_against_one_another_too(number: int) -> None:
     """A step of 5 % in the last six of 46 nights on another machine: across the bridge, which one night makes, it does not show."""
