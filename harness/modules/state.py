@@ -61,10 +61,15 @@ def _extra_repr(subject: Subject) -> list[str]:
 
 @_check("module.state_dict_keys", calls=False)
 def _state_dict_keys(subject: Subject) -> list[str]:
-    """The state dict holds every parameter and persistent buffer; a strict load refuses a missing and an unexpected key by name."""
+    """The state dict holds every parameter and persistent buffer, below another module under its name there; a strict load refuses a
+    missing and an unexpected key by name."""
     module = subject.module
     state = module.state_dict()
     findings = [f"{name} is not in the state dict" for name in persistent_names(module) if name not in state]
+    below = nn.ModuleDict({"part": module}).state_dict()
+    findings += [
+        f"{name} has not the prefix {'part.'!r} where the module is 'part' of another" for name in below if not name.startswith("part.")
+    ]
     needed = [name for name in state if name not in non_persistent_names(module)][:MAX_LEFT_OUT]
     wrong = {f"with the unexpected key {PROBE}": PROBE, **{f"without the key {name}": name for name in needed}}
     with untouched(module):

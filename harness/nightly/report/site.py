@@ -17,7 +17,7 @@ from compressor.errors import UserInputError
 from compressor.json_text import to_json
 from harness.nightly.cells import CellOutcome
 from harness.nightly.history import History
-from harness.nightly.judging.bridging import level
+from harness.nightly.judging.bridging import LIVE_NIGHTS, level
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
@@ -215,10 +215,10 @@ def read_night(history: History) -> tuple[Night, list[Trend]]:
         trends.append(Trend(series, words, judge(series, words)))
     trends.sort(key=lambda one: (_ORDER.index(one.judgement.verdict), one.name))
     rows = _last_attempts(history, last)
-    tonight = [one for one in trends if one.series[-1].night == last]
-    revisions = [*(row.revision for row in rows), *(one.series[-1].revision for one in tonight)]
+    live = sorted(set(labels), key=in_time)[-LIVE_NIGHTS:]  # what is worse and was not measured in the last night is worse still
+    revisions = [*(row.revision for row in rows), *(one.series[-1].revision for one in trends if one.series[-1].night == last)]
     revision = next(filter(None, revisions), "")
-    judgements = tuple(one.judgement for one in tonight)
+    judgements = tuple(one.judgement for one in trends if one.series[-1].night in live)
     return Night(last, revision, rows, judgements, find_flaky(history.cells()), 0), trends
 
 

@@ -211,6 +211,13 @@ class TakesUnexpectedKeys(Layer):
         return super().load_state_dict(known, strict, assign)
 
 
+class ForgetsThePrefix(Layer):
+    """Of two below another module one is saved over the other."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, "", keep_vars)
+
+
 class SavesNoBias(Layer):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -462,6 +469,7 @@ PLANTED: dict[type[nn.Module], str] = {
     FillsInMissingKeys: "state_dict_keys",
     TakesUnexpectedKeys: "state_dict_keys",
     SavesNoBias: "state_dict_keys",
+    ForgetsThePrefix: "state_dict_keys",
     ForgetsOnLoading: "state_dict_round_trip",
     SavesNoVersion: "state_dict_version",
     LoadsNoVersion: "state_dict_version",

@@ -90,6 +90,17 @@ LINES = {
 }
 
 
+@pytest.mark.parametrize(("missed", "verdict"), [(1, Verdict.REGRESSION), (8, Verdict.PASS)])
+def test_what_is_worse_and_missed_the_last_night_is_worse_still(missed: int, verdict: Verdict, tmp_path: Path) -> None:
+    history = History(tmp_path / "h.sqlite")
+    for night in range(50):
+        ripple = 1 + 0.001 * (night % 5)
+        history.add("steady", [ripple], environment=HERE, night=label(night))
+        if night < 50 - missed:
+            history.add("worse", [ripple * (1.05 if night >= 37 else 1.0)], environment=HERE, night=label(night))
+    assert read_night(history)[0].verdict is verdict
+
+
 @pytest.mark.parametrize("place", ["the same", "another"])
 def test_a_run_of_an_older_commit_in_the_same_night_hides_no_failure(place: str, tmp_path: Path) -> None:
     """As `run --at` does, for a bridge."""
