@@ -40,8 +40,9 @@ _RESTLESS = 3.0
 """Times the noise of other nights: more is no chance in two nights that follow each other."""
 _FAR = 6.0
 """Likewise, where no test shows it, as when the two differ much from one another."""
-_LEAST_OFTEN, _BY_CHANCE, _OVER = 4, 3e-3, 0.05
-"""Nights that are no single ones any more; the chance that so many nights lie among the last; and that as many good ones follow."""
+_LEAST_OFTEN, _BY_CHANCE, _OVER, _MOSTLY = 4, 3e-3, 0.05, 4
+"""Nights that are no single ones any more; the chance that so many nights lie among the last; and that as many good ones follow. How many
+times as many are worse as better."""
 
 
 def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (), today: date | None = None) -> Judgement:
@@ -202,11 +203,14 @@ def _recurring(above_N: NDArray[np.float64], start: int, noise: float, better: s
     long ago do not count.
     """
     own_N = above_N[start if len(above_N) - start >= LEAST_NOISE else 0 :]
-    far_N = own_N >= max(LEAST_EFFECT, _FAR * noise)
+    far = max(LEAST_EFFECT, _FAR * noise)
+    far_N = own_N >= far
     places, nights = np.flatnonzero(far_N), len(far_N)
     for number, first in enumerate(places.tolist()):  # the last nights, from one that is far off
         inside, late = len(places) - number, nights - first
         if inside < _LEAST_OFTEN or _chance_of(inside, late, len(places), nights) >= _BY_CHANCE:
+            continue
+        if inside < _MOSTLY * int((own_N[first:] <= -far).sum()):  # nights that became noisy are as far off to both sides
             continue
         is_over = (1 - inside / (places[-1] + 1 - first)) ** (nights - 1 - places[-1]) < _OVER
         if not is_over and float(own_N[places[number:]].sum()) / late >= LEAST_EFFECT:
