@@ -56,7 +56,9 @@ def judge_paired(series: Sequence[Measurement], acceptances: Sequence[Acceptance
         nights = [
             one for at, one in enumerate(series[place + 1 :], place + 1) if places[at] == environment or at < places.index(environment)
         ]
-        found[environment] = _judge_nights([series[place], *nights], series[0], word)
+        # What was accepted of a night is each machine's own.
+        own = (one for one in nights if word is not None and (one.night, one.environment) == (series[place].night, environment))
+        found[environment] = _judge_nights([next(own, series[place]), *nights], series[0], word)
     first = next(iter(found))
     worse = next((one for one in found if found[one].verdict is Verdict.REGRESSION), first)
     return found[first] if worse == first else replace(found[worse], summary=f"in environment {worse}: {found[worse].summary}")

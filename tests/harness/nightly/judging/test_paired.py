@@ -50,6 +50,10 @@ def test_of_machines_that_measure_beside_one_another_the_worse_one_counts(last: 
     found = judge(worse)
     assert found.verdict is Verdict.REGRESSION and found.changes[0].night == "2026-01-03"
     assert found.summary.startswith("in environment here: worse by 10.0%" if last == "there" else "worse by 10.0%")
+    accepted = [Acceptance("kl", "2026-01-03", "", "meant")]
+    assert judge(worse, accepted).verdict is Verdict.PASS
+    again = [*worse, *(replace(one, night="2026-01-05", values=tuple(1.1 * x for x in one.values)) for one in worse[-2:])]
+    assert judge(again, accepted).verdict is Verdict.REGRESSION
     moved = [replace(one, environment="there" if at == 3 else "here") for at, one in enumerate(nights(1.0, 1.0, 1.1, 1.1))]
     assert judge(moved).changes[0].night == "2026-01-03"
     gone = [one for one in worse if one.environment == "here"] + [
