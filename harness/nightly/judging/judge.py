@@ -18,17 +18,8 @@ from numpy.typing import NDArray
 from harness.nightly.judging.bridging import LIVE_NIGHTS, BridgedSeries, bridged, effect_of_levels
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.judging.paired import judge_paired
-from harness.nightly.judging.shifts import (
-    LEAST_AFTER,
-    LEAST_EFFECT,
-    LEAST_NOISE,
-    Shift,
-    Shifts,
-    detectable_step,
-    find_shifts,
-    noise_now,
-    standard_error,
-)
+from harness.nightly.judging.power import detectable_step, noise_now, standard_error
+from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, Shifts, find_shifts
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantile

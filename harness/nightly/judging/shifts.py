@@ -28,6 +28,7 @@ from harness.nightly.judging.segments import LEAST_LINE, Segment, has_structure,
 from harness.nightly.judging.spread import (
     MAX_CORRELATION,
     correlation_of,
+    degrees_of,
     in_order,
     inflation,
     mean_of,
@@ -49,11 +50,10 @@ LEVEL_BACK = 1e-3
 LEAST_NOISE, LEAST_AFTER = 30, 2
 """Nights that must know the noise, and nights on each side of a step."""
 _KNOWN_AFTER = 10  # nights from a step on that know the noise, too: of fewer the spread is not to be trusted
-_RECENT = 6  # nights before a step, and all behind it, may be noisier than the others
-_NOISIER, _OTHER_NOISE = 2.0, 3.0  # by how much, so that they count by their own noise, and so that they alone know it
-_LATE = ((20, _NOISIER), (10, _NOISIER), (5, _OTHER_NOISE))  # last nights that may be noisier than others, and by how much to count
-_MOST = 0.7  # of the noise of fewer nights: more nights that have as much know it better
-_OF_A_MEDIAN = math.sqrt(math.pi / 2)  # times the standard error of a mean
+RECENT = 6
+"""Nights before a step that, as all behind it, may be noisier than the others."""
+NOISIER, OTHER_NOISE = 2.0, 3.0
+"""By how much, so that they count by their own noise, and so that they alone know it."""
 _LEAST_DRIFT = 10
 _DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
 _NOTHING: NDArray[np.float64] = np.empty(0)
@@ -229,7 +229,7 @@ def _look(nights: _Nights) -> Shift | None:
     count = len(nights.levels_N)
     if count < 2 * LEAST_AFTER or count + len(nights.residuals_E) < LEAST_NOISE + LEAST_AFTER:
         return None
-    candidates = [one for one in (_step(nights), _drift(nights, 0)) if one is not None and one[0].shows]
+    candidates = [one for one in (_step(nights), _drift(nights, 0), _bent(nights)) if one is not None and one[0].shows]
     simple = min(candidates, key=lambda one: one[1])[0] if candidates else None
     first = _first_of_many(nights) if simple is not None or has_structure(nights.levels_N) else None
     return simple if first is None or not first.shows else replace(first, seen=count)
@@ -257,12 +257,12 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     correlation = correlation_of(kept_E)
     # Repetitions that differ alike in all nights, as where the first is cold, say nothing of the nights: what is more than before counts.
     usual = max(spread, median(nights.errors_N[:place]))
-    own, degrees = max(spread, noise_of(after_K)[1]), _degrees(len(kept_E), correlation)
+    own, degrees = max(spread, noise_of(after_K)[1]), degrees_of(len(kept_E), correlation)
     if len(after_K) < _KNOWN_AFTER:  # from so many on, nights themselves say how much they differ
         own = max(own, median(nights.errors_N[place:]) * spread / usual)
-    for noise, count in ((noise_of(after_K)[1], len(after_K)), (winsorized(before_M[-_RECENT:])[1], _RECENT)):
-        own = max(own, noise) if noise > _NOISIER * spread else own
-        degrees = min(degrees, max(3.0, count - 1.0)) if noise > _OTHER_NOISE * spread else degrees
+    for noise, count in ((noise_of(after_K)[1], len(after_K)), (winsorized(before_M[-RECENT:])[1], RECENT)):
+        own = max(own, noise) if noise > NOISIER * spread else own
+        degrees = min(degrees, max(3.0, count - 1.0)) if noise > OTHER_NOISE * spread else degrees
     parts = [spread**2 * inflation(correlation, place) / place, own**2 * inflation(correlation, len(after_K)) / len(after_K)]
     error = math.sqrt((spread * nights.across) ** 2 + sum(parts))
     back = sign < 0 and nights.earlier is not None and median(after_K) - nights.earlier < max(LEAST_EFFECT, error)
@@ -337,6 +337,19 @@ def _squares(parts: Sequence[NDArray[np.float64]]) -> float:
     return sum(float(rest @ rest) for rest in (part - mean_of(part) for part in parts))
 
 
+def _bent(nights: _Nights) -> tuple[Shift, float] | None:
+    """The line behind the bend that fits best, where too few nights lie before it to know the noise. Each bend is a test of its own."""
+    bends = np.arange(LEAST_AFTER, min(LEAST_NOISE, len(nights.levels_N) - _LEAST_DRIFT + 1))
+    if not len(bends) or len(nights.residuals_E) >= LEAST_NOISE:
+        return None
+    signal_N = _clipped(nights.levels_N)
+    since_BN = np.maximum(np.arange(len(signal_N)) - bends[:, None], 0.0)
+    since_BN -= since_BN.mean(axis=1, keepdims=True)
+    gains_B = np.square(since_BN @ (signal_N - mean_of(signal_N))) / np.square(since_BN).sum(axis=1)
+    found = _drift(nights, int(bends[gains_B.argmax()]))
+    return found if found is not None and found[0].p_value * len(bends) < LEVEL else None
+
+
 def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift, float] | None:
     """A line through all nights from a bend on: the test of its rise to the last, and the squares that are left."""
     count = len(nights.levels_N)
@@ -351,11 +364,12 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
         return None
     kept_E, spread = noise_of(np.concatenate([nights.residuals_E, own_N]))
     correlation = correlation_of(kept_E)
+    own = behind if (behind := noise_of(own_N[bend:])[1]) > NOISIER * spread else spread
     # A curve is not noise around its line: neighbours bound the noise, if they are as alike as they may be at most.
     near = noise_of(np.diff(nights.levels_N))[1] / math.sqrt(2 * (1 - MAX_CORRELATION))
     lever = (count - 1 - bend) / math.sqrt(float(np.square(_nights_since(bend, count)).sum()))
     begun = min(count - 1, bend + math.ceil(LEAST_EFFECT / abs(slope)))
-    known = ((spread, correlation, _degrees(len(kept_E), correlation)), (near, MAX_CORRELATION, count - 2.0))
+    known = ((own, correlation, degrees_of(len(kept_E), correlation)), (near, MAX_CORRELATION, count - 2.0))
     errors = ((noise * math.hypot(nights.across, lever * math.sqrt((1 + alike) / (1 - alike))), degrees) for noise, alike, degrees in known)
     drifts = (Shift(begun, count, count - LEAST_AFTER, rise, error, degrees, bend) for error, degrees in errors)
     return min(drifts, key=lambda one: one.p_value), squares
@@ -404,10 +418,6 @@ def _location(levels_K: NDArray[np.float64], spread: float) -> float:
     return mean_of(within(levels_K, middle, 2 * spread))
 
 
-def _degrees(count: int, correlation: float) -> float:
-    return max(3.0, (count - 1) * (1 - correlation) / (1 + correlation))
-
-
 def _split_by_sums(levels_N: NDArray[np.float64]) -> int:
     """Where two levels fit best, as `_splits` finds it but for ties."""
     signal_N = _clipped(levels_N)
@@ -427,65 +437,3 @@ def _splits(levels_N: NDArray[np.float64], many: int, least: int = LEAST_AFTER) 
 def _clipped(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:
     """What is far outside counts no more than what is just outside."""
     return within(levels_N, median(levels_N), 20 * noise_of(levels_N)[1])
-
-
-def noise_now(levels_N: NDArray[np.float64], usual: float) -> tuple[float, int]:
-    """Return how noisy the last nights are, where they are noisier than others.
-
-    Args:
-        levels_N: of the nights of a level.
-        usual: standard deviation between all nights that know the noise.
-
-    Returns:
-        Their standard deviation, and how many they are; that of all and 0 where they are as the others.
-    """
-    found = [(noise_of(levels_N[-count:])[1], count, least) for count, least in _LATE if count < len(levels_N)]
-    noisier = [(own, count) for own, count, least in found if own > least * usual]
-    largest = max(noisier, default=(usual, 0))[0]
-    return next((one for one in noisier if one[0] >= _MOST * largest), (usual, 0))
-
-
-def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, power: float, now: float = 0.0) -> tuple[float, float]:
-    """Return how noisy nights are, and the step that would show.
-
-    Args:
-        residuals_E: that know the noise.
-        before: number of nights before the step.
-        after: number of nights from it on.
-        power: chance with which it shows.
-        now: standard deviation between the last nights, where they are noisier: those that come are expected to be so, too.
-
-    Returns:
-        Standard deviation between nights, and the step, always above LEAST_EFFECT; both relative.
-    """
-    kept_E, noise = noise_of(residuals_E)
-    error, degrees = standard_error(residuals_E, before, after), _degrees(len(kept_E), correlation_of(kept_E))
-    if now > noise:
-        error = math.hypot(error, _OF_A_MEDIAN * now / math.sqrt(after))  # `_location` of nights that differ so much is one
-        degrees = min(degrees, _RECENT - 1.0) if now > _OTHER_NOISE * noise else degrees
-    return max(noise, now), max(LEAST_EFFECT, _quantile(LEVEL, degrees) * error) + _NORMAL.inv_cdf(power) * error
-
-
-def _quantile(level: float, degrees: float) -> float:
-    """The value that Student's t exceeds with this chance."""
-    low, high = 0.0, 1e3
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_tail(middle, degrees) > level else (low, middle)
-    return high
-
-
-def standard_error(residuals_E: NDArray[np.float64], before: int, after: int) -> float:
-    """Return how far two equal levels of so many nights lie apart by noise.
-
-    Args:
-        residuals_E: that know the noise.
-        before: number of nights of the one.
-        after: number of nights of the other.
-
-    Returns:
-        The standard error of their difference, in logarithms.
-    """
-    kept_E, noise = noise_of(residuals_E)
-    correlation = correlation_of(kept_E)
-    return noise * math.sqrt(sum(inflation(correlation, count) / count for count in (before, after)))

@@ -67,6 +67,11 @@ def inflation(correlation: float, count: int) -> float:
     return (1 + correlation) / (1 - correlation) - rest
 
 
+def degrees_of(count: int, correlation: float) -> float:
+    """How many degrees of freedom so many numbers have where neighbours are alike."""
+    return max(3.0, (count - 1) * (1 - correlation) / (1 + correlation))
+
+
 def student_tail(t: float, degrees: float) -> float:
     """Return the chance that Student's t exceeds a value, by Hill's expansion.
 

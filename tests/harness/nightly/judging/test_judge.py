@@ -293,6 +293,24 @@ def test_a_drift_that_begins_before_the_noise_is_known_is_found(rate: float, ben
     assert judge(series([1 - rate * max(0, night - bend) for night in range(nights)])).changes == ()
 
 
+@pytest.mark.parametrize("bend", [4, 8, 12, 16, 20, 24])
+def test_a_drift_behind_few_quiet_nights_is_told_from_noise(bend: int) -> None:
+    """No change lowers the squares three times here: the line behind the best bend has a test of its own."""
+    for seed in range(4):
+        noise_N = np.random.default_rng(seed).normal(0, 0.0045, bend + 28)
+        shift = find_shifts(noise_N + 0.002 * np.maximum(np.arange(bend + 28) - bend, 0)).found[0]
+        assert shift.effect > 0.015 and abs(shift.place - bend) <= 8, shift
+        assert find_shifts(noise_N).found == ()
+
+
+def test_nights_that_become_noisy_behind_few_quiet_ones_are_no_drift() -> None:
+    """A line fits them, as each of 25 lines may; they count by their own noise, and each bend is a test of its own."""
+    for seed in (48, 111, 115, 148, 583):
+        rng = np.random.default_rng(seed)
+        levels_N = np.concatenate([rng.normal(0, 0.004, 25), rng.normal(0, 0.04, 30)])
+        assert find_shifts(levels_N, densely=True).found == ()
+
+
 @pytest.mark.parametrize("places", [(8, 16), (10, 20), (15, 25), (7, 14, 21), (2, 4), (3, 6), (3, 9), (5, 8, 11)])
 def test_several_steps_before_the_noise_is_known_are_found_each_where_it_is(places: tuple[int, ...]) -> None:
     for nights in (LEAST_NOISE + 10, 60):
