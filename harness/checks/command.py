@@ -43,7 +43,7 @@ def run(settings: CheckSettings) -> Verdict:
         The worst of the reports.
 
     Raises:
-        UserInputError: an expected failure without a reason, or of a check that does not run, or no subject.
+        UserInputError: an expected failure without a reason, a check that no subject has, or no subject.
     """
     from compressor.errors import UserInputError
     from compressor.json_text import to_json
@@ -79,6 +79,7 @@ def run(settings: CheckSettings) -> Verdict:
 
 def _asked(subjects: Sequence[object], wanted: Sequence[str] | None, reasons: Iterable[str]) -> list[tuple[object, list[str] | None]]:
     """Each subject with those of the wanted checks that its kind has; who has none of them is left out, which is said."""
+    from compressor.errors import UserInputError
     from harness.checks.catalogue.registry import find_checks
     from harness.checks.run import adapt
 
@@ -88,6 +89,8 @@ def _asked(subjects: Sequence[object], wanted: Sequence[str] | None, reasons: It
     found: list[tuple[object, list[str] | None]] = [(one, own) for one in subjects if (own := _those_of(one, wanted))]
     if not found:
         find_checks(wanted, adapt(subjects[0]).kind)
+    if unseen := [key for key in wanted if not any(key in (own or ()) for _, own in found)]:
+        raise UserInputError(f"--check {unseen[0]}: no subject that is looked at has such a check; leave it out")
     if left_out := len(subjects) - len(found):
         print(f"{left_out} of {len(subjects)} subjects have no check {', '.join(wanted)}, and are left out", file=sys.stderr)
     return found

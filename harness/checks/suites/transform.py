@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +27,10 @@ _UNITS = 32.0
 _OUTPUT_UNITS = (4.0, _UNITS, _UNITS)
 _CALIBRATIONS = {torch.bfloat16: ((2, 12), (2, 12)), torch.float32: ((3, 24),), torch.float64: ((1, 9), (4, 12), (2, 30))}
 """Rows and lengths of the batches that a transform learns from: one alone, too, and unequal ones."""
+_AGAIN = 3  # forwards after which there are no more tensors than before
 _LEAST_CHANGE = 1e-4
-_LEAST_SPREAD = 1 / 8  # of the rows, or columns, that the energy of one entry counts for; rotations drawn at random have 1/3
+_LEAST_SPREAD = 1 / 12  # of the rows, or columns, that the energy of one entry counts for; random rotations have 1/3
+_PLACES = 8  # of an entry, along the diagonal of a weight
 _ALIKE = 0.9  # cosine of the two sides; of n channels drawn apart it is about n^-1/2
 
 
@@ -165,7 +168,7 @@ def _each(cases: Sequence[Case], look: Callable[[Case], str]) -> list[str]:
 @register(
     None,
     "every_forward",
-    "Forwards that go on changing what layers are handed do so in training mode, with gradients and again and again; they leave nothing",
+    "Forwards that go on changing what layers are handed do so in both modes, with gradients, again and again; they leave and keep nothing",
     kind="transform",
     needs=("invariant_fp", "online"),
 )
@@ -185,7 +188,22 @@ def every_forward(subject: Transform, context: CheckContext) -> str:
             raise CheckFailed(f"{architecture} in {mode}: a forward changes {left[0]}", [str(one) for one in left])
         if torch.equal(due, before):  # else the model drops out by itself, and what is turned meets other zeros
             _hold(after, due, limit, f"{architecture} in {mode}: the float output has changed")
+    if kept := _kept_tensors(model, batches[0]):
+        raise CheckFailed(f"{architecture}: {_AGAIN} more forwards of one batch leave {kept} tensors in memory, which something keeps")
     return f"{architecture}: relative error <= {limit:.2g} in {', '.join(plain)}"
+
+
+def _kept_tensors(model: nn.Module, ids: Tensor) -> int:
+    """How many tensors more there are in this process after some forwards, wherever they are held; 0 where that is fewer than forwards."""
+
+    def after(times: int) -> int:
+        for _ in range(times):
+            logits(model, ids)
+        gc.collect()
+        return sum(isinstance(one, Tensor) for one in gc.get_objects())
+
+    more = -after(1) + after(_AGAIN)
+    return more if more >= _AGAIN else 0
 
 
 def _in_modes(model: nn.Module, batches: Sequence[Tensor]) -> dict[str, tuple[Tensor, list[Difference]]]:
@@ -350,20 +368,29 @@ def search_pays(subject: Transform, context: CheckContext) -> str:
 @register(
     None,
     "incoherent",
-    "One entry of a weight is spread over its rows and over its columns, over each by a rotation of its own",
+    "One entry of a weight, at eight places from its first to its last, is spread over its rows and columns, by a rotation of each",
     kind="transform",
     needs=("incoherent",),
 )
 def incoherent(subject: Transform, context: CheckContext) -> str:
-    """Transform two models that differ in one entry of each targeted weight, and look at where the difference lies afterwards."""
-    model = build(subject.architectures[0], seed=context.seed)
-    other = copy.deepcopy(model)
-    names = list(subject.targets(model))
+    """Transform models that differ in one entry of each targeted weight, from its first to its last, and look where the difference lies."""
+    plain = build(subject.architectures[0], seed=context.seed)
+    names = list(subject.targets(plain))
+    model = copy.deepcopy(plain)
+    _apply(subject, model, context)
+    worst = min(_least_spread(subject, context, plain, model, names, place / (_PLACES - 1)) for place in range(_PLACES))
+    return f"{len(names)} weights, {_PLACES} entries of each, over {worst:.0%} of rows and columns at least"
+
+
+def _least_spread(
+    subject: Transform, context: CheckContext, plain: nn.Module, model: nn.Module, names: Sequence[str], place: float
+) -> float:
+    """Least spread of an entry at a place, 0 (the first row and column) to 1 (the last), over the rows and columns of all weights."""
+    other = copy.deepcopy(plain)
     with torch.no_grad():
         for weight in map(other.get_parameter, names):
-            place = min(weight.shape) // 3
-            weight[place, place] += weight.norm()
-    _apply(subject, model, context)
+            row, column = (round(place * (size - 1)) for size in weight.shape)
+            weight[row, column] += weight.norm()
     _apply(subject, other, context)
     worst = math.inf
     for name in names:
@@ -376,7 +403,7 @@ def incoherent(subject: Transform, context: CheckContext) -> str:
         row_C, column_R = difference_RC[energy_RC.sum(1).argmax()], difference_RC[:, energy_RC.sum(0).argmax()]
         if len(row_C) == len(column_R) and not abs(float(torch.cosine_similarity(row_C, column_R, dim=0))) < _ALIKE:
             raise CheckFailed(f"{name}: rows and columns are turned alike, so that a weight near a multiple of I stays as it is")
-    return f"{len(names)} weights, an entry over {worst:.0%} of rows and columns at least"
+    return worst
 
 
 def _spread(energy_N: Tensor) -> float:

@@ -158,6 +158,11 @@ def test_subjects_without_a_check_are_left_out_and_counted(capsys: pytest.Captur
     assert "no check '20' of a quantizer" in capsys.readouterr().err
 
 
+def test_a_check_that_no_subject_has_is_refused_beside_one_that_some_have(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "users_quantizer:GOOD", "--check", "10", "--check", "9", "--no-draws"]) == 3
+    assert "--check 10: no subject that is looked at has such a check; leave it out" in capsys.readouterr().err
+
+
 def test_nothing_applies(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "users_quantizer:GOOD", "--check", "16"]) == 2
     assert "does not promise 'per_token'" in capsys.readouterr().out

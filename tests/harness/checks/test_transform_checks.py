@@ -176,6 +176,29 @@ def test_weights_are_turned_on_both_sides_by_rotations_of_their_own(seeds, said)
     assert record.outcome is (Outcome.PASS if seeds == (1, 2) else Outcome.FAIL) and said in record.summary
 
 
+@pytest.mark.parametrize("side", ["rows", "columns"])
+@pytest.mark.parametrize("still", [slice(12, 20), slice(24, 32), slice(31, 32)], ids=str)
+def test_a_part_of_a_weight_that_is_not_turned_is_told_wherever_it_lies(still, side):
+    def rotation(size, seed, whole):
+        matrix = make_rotation("random-matrix", size, seed=seed).matrix().float()
+        rest = torch.ones(size, dtype=torch.bool)
+        rest[still] = whole
+        part = torch.eye(size)
+        part[rest.outer(rest)] = make_rotation("random-matrix", int(rest.sum()), seed=seed).matrix().float().flatten()
+        return matrix if whole else part
+
+    def turn(model, batches):
+        for name, part in model.named_modules():
+            if name.endswith("q_proj"):
+                height, width = part.weight.shape
+                rows, columns = rotation(height, 1, side == "columns"), rotation(width, 2, side == "rows")
+                part.weight.copy_(rows @ part.weight @ columns.T)
+
+    subject = InPlaceTransform(turn, ["*q_proj.weight"], tags=frozenset({"incoherent"}))
+    (record,) = check(subject, checks=["transform.incoherent"]).records
+    assert record.outcome is Outcome.FAIL and f"of the {side}" in record.summary, record.summary
+
+
 @pytest.mark.parametrize("bug", find_family("transforms").mutants)
 def test_a_planted_bug_of_the_family_is_killed_by_a_check(bug):
     family = find_family("transforms")
@@ -245,6 +268,16 @@ MODES = {
     "an activation": (lambda m, x: setattr(m, "last", x), "a forward changes model.layers.0.mlp.down_proj.last"),
     "a buffer": (lambda m, x: m.register_buffer("largest", x.detach().amax()), "a forward changes model.layers.0.mlp.down_proj.largest"),
 }
+
+
+@pytest.mark.parametrize("shapes", [False, True])
+def test_what_forwards_keep_beside_the_model_is_told(shapes):
+    """A table by shapes is made once; a list grows with every forward."""
+    kept, tables = [], {}
+    when = (lambda m, x: tables.setdefault(x.shape, x) is None) if shapes else (lambda m, x: kept.append(x))
+    record = check(looking(when), checks=["transform.every_forward"]).records[0]
+    assert record.outcome is (Outcome.PASS if shapes else Outcome.FAIL), record.summary
+    assert shapes or "3 more forwards of one batch leave" in record.summary
 
 
 @pytest.mark.parametrize("what", MODES)
