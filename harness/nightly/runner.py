@@ -164,12 +164,15 @@ class Runner:
         rows = [row for row in self.history.cells(self.night) if row.revision == self.revision and row.environment in digests]
         ended = {row.cell: row for row in rows if CellOutcome(row.outcome).is_final}
         cells, before = {cell.name: cell for cell in self.cells}, self._made_of()
-        done = {name: row for name, row in ended.items() if name not in cells or before.get(name) == self._digest(cells[name])}
+        own = {name: row for name, row in ended.items() if name not in cells or before.get(_key(row), {}).get("row") == asdict(row)}
+        done = {name: row for name, row in own.items() if name not in cells or before[_key(row)]["digest"] == self._digest(cells[name])}
         if not ended or (self._uncommitted is None and len(done) == len(ended)):
             return done, ""
         if self._uncommitted is not None:
             return {}, f"{self._uncommitted} is not as in the commit, or in none"
         other = next(name for name in ended if name not in done)
+        if other not in own:
+            return done, f"{other} ran last from another folder, whose result {self.config.history} holds; give each config a history"
         return done, f"{other} is another command, or looks at other files"
 
     @functools.cached_property
@@ -181,10 +184,10 @@ class Runner:
         own = [self.config.folder, *(history.with_name(history.name + end) for end in ("", "-journal", "-wal", "-shm"))]
         return Repository(self.config.root).first_uncommitted(own) or None
 
-    def _made_of(self) -> dict[str, str]:
-        """What the cells of this night were, by name."""
+    def _made_of(self) -> dict[str, dict[str, Any]]:
+        """Of the cells that ran from here this night: a digest of what each was, and the row that it left."""
         path = self._cells_file
-        found: dict[str, str] = from_json(path.read_text("utf-8")) if path.exists() else {}
+        found: dict[str, dict[str, Any]] = from_json(path.read_text("utf-8")) if path.exists() else {}
         return found
 
     @property
@@ -199,7 +202,8 @@ class Runner:
             repository = Repository(self.config.root) if self.revision else None
             named = (self.config.root / part for part in parts_of(words))
             files = files_of(path for path in named if os.access(path, os.R_OK) and not (repository and repository.holds(path)))
-        told = to_json([words, data and data.model_dump(), self.config.repetitions, files]).replace(str(self.config.root), "")
+        place = os.path.relpath(self.config.root, self.config.folder if self._is_own_tree else Repository(self.config.root).top)
+        told = to_json([words, data and data.model_dump(), self.config.repetitions, files]).replace(str(self.config.root), "") + place
         return hashlib.sha256(told.encode()).hexdigest()
 
     def _run_cell(self, cell: Cell, rows: Mapping[str, CellRow]) -> CellRow:
@@ -291,9 +295,13 @@ class Runner:
         told = printable(" ".join("; not judged: ".join([summary, *refused]).split()))
         row = CellRow(*place, cell.name, attempt, outcome.value, seconds, memory, told)
         with whole_file(self._cells_file) as path:  # before the row: one that is kept without what it was made of runs again
-            path.write_text(to_json({**self._made_of(), cell.name: self._digest(cell)}), "utf-8")
+            path.write_text(to_json({**self._made_of(), _key(row): {"digest": self._digest(cell), "row": asdict(row)}}), "utf-8")
         self.history.add_cell(row, measured, environment=environment)
         return row
+
+
+def _key(row: CellRow) -> str:
+    return f"{row.environment} {row.revision} {row.cell}"
 
 
 def judgeable(found: Iterable[Measurement]) -> tuple[list[Measurement], list[str]]:

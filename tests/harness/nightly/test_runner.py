@@ -368,6 +368,26 @@ def test_what_has_changed_since_runs_again_in_the_same_night(tmp_path: Path) -> 
     assert again() == (0, ["pass", "regression", "pass"], "new.py is not as in the commit, or in none")
 
 
+@pytest.mark.parametrize("folders", [("out", "out"), ("first", "second")])
+def test_what_another_config_has_run_under_a_name_is_not_done(tmp_path: Path, folders: tuple[str, str]) -> None:
+    """The same words are another command in another folder, and a row of the history that came from elsewhere is no result of ours."""
+    for name, text in (("sa", "raise SystemExit(1)"), ("sb", "raise SystemExit(0)")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cell.py").write_text(text)
+        write(tmp_path / name, commands={"t": f"{sys.executable} cell.py"}, history="../h.sqlite")
+    _committed(tmp_path, __gitignore="out\nfirst\nsecond\n*.sqlite\n")
+
+    def night(name: str, folder: str) -> tuple[int, str]:
+        config = read_config(tmp_path / name / "nightly.yaml")
+        found = Runner(config.model_copy(update={"folder": tmp_path / folder}), "1").run()
+        return found.resumed, found.rows[0].outcome
+
+    first, second = folders
+    assert [night("sa", first), night("sb", second), night("sa", first), night("sa", first)] == [
+        (0, "regression"), (0, "pass"), (0, "regression"), (1, "regression")
+    ]  # fmt: skip
+
+
 def test_files_that_a_cell_names_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
     """In folders at any depth; a touch is no change, and a copy that keeps the old date is one."""
     inner, beside = tmp_path / "data" / "deep" / "one.txt", tmp_path / "two.txt"
