@@ -255,19 +255,22 @@ class GraphRefused(HarnessError):
         is_unknown: it has no kernel for an operator here, or knows no such version of ONNX yet, which says nothing of the graph.
     """
 
-    def __init__(self, error: Exception, graph: str, task: str) -> None:
+    def __init__(self, error: Exception, graph: str, task: str, remedy: str = "") -> None:
         """Say why.
 
         Args:
             error: of onnxruntime.
             graph: which one.
             task: what it cannot do.
+            remedy: what helps where it has no kernel; empty where nobody knows.
         """
         words = plain_text(str(error))
         self.graph, self.is_unknown = graph, any(one in words for one in _NOT_KNOWN)
-        super().__init__(f"onnxruntime: {graph} cannot {task}: {_NOISE.sub('', words).strip(' .')[:400]}")
+        reason = _NOISE.sub("", words).strip(" .")[:400]
+        super().__init__(f"onnxruntime: {graph} cannot {task}: {reason}{f'; {remedy}' if remedy and self.is_unknown else ''}")
 
 
+_OF_BF16 = "it holds bfloat16, which few kernels of a CPU take; export in float32 to compare numbers"
 _NOT_KNOWN = (
     *("NOT_IMPLEMENTED", "is not a registered function/op", "No corresponding Numpy type"),
     *("Current official support for domain", "Unsupported model IR version"),
@@ -327,7 +330,7 @@ class Session:
             try:
                 self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
             except Exception as error:  # the exceptions of onnxruntime share no other base class
-                raise GraphRefused(error, name, "be loaded") from error
+                raise GraphRefused(error, name, "be loaded", _OF_BF16 if _is_bf16(model) else "") from error
         self.names = {one.name for one in self._session.get_inputs()}
 
     def run(self, inputs: Mapping[str, np.ndarray]) -> list[Any]:
@@ -351,6 +354,10 @@ class Session:
             given = ", ".join(f"{name} {list(one.shape)}" for name, one in inputs.items() if name in self.names)
             raise GraphRefused(error, self._name, f"run on {given or 'no inputs'}") from error
         return found
+
+
+def _is_bf16(model: onnx.ModelProto) -> bool:
+    return any(one.data_type == onnx.TensorProto.BFLOAT16 for one in model.graph.initializer)
 
 
 def compare_outputs(before: onnx.ModelProto, after: onnx.ModelProto, inputs: Mapping[str, np.ndarray], policy: Policy) -> list[OutputRow]:

@@ -109,6 +109,16 @@ def test_an_opset_that_is_newer_than_onnxruntime_says_nothing_of_the_graph() -> 
     assert str(refused).endswith("is till opset 26")
 
 
+def test_a_type_without_kernels_is_named_with_a_remedy() -> None:
+    weight = helper.make_tensor("w", TensorProto.BFLOAT16, [4, 4], np.ones(16))
+    x, y = (helper.make_tensor_value_info(name, TensorProto.BFLOAT16, [2, 4]) for name in "xy")
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", [x], [y], [weight])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    result = NumericEqual().check(model, model)
+    assert result.holding is Holding.NOT_ANALYSED
+    assert "it holds bfloat16, which few kernels of a CPU take; export in float32 to compare numbers" in result.message
+
+
 def _with_default(text: str, *listed: str, held: str = "k") -> onnx.ModelProto:
     model = _model(text, **{name: np.float32(2) for name in held})
     model.graph.input.extend(helper.make_tensor_value_info(name, TensorProto.FLOAT, []) for name in listed)
