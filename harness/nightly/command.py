@@ -247,24 +247,23 @@ def _show(settings: ShowSettings) -> Verdict:
 
 
 def _accept(settings: AcceptSettings) -> Verdict:
-    from harness.nightly.judging.judge import judge
+    from harness.nightly.judging.judge import changes_of, judge
 
     history = _history(settings)
     if settings.until == "":
         raise UserInputError("--until: an empty text was given, which is no day; give YYYY-MM-DD, or leave it out to accept for good")
     word = history.accept(_known(history, settings.metric), settings.night, settings.reason, settings.until or "")
     series, words = history.series(word.metric), history.acceptances(word.metric)
-    found = judge(series, words)
-    meant = next((one for one in reversed(found.changes) if one.acceptance == word), None)  # it may mean earlier ones, too
+    meant = next((one for one in reversed(changes_of(series, words)) if one.acceptance == word), None)  # it may mean earlier ones, too
     level = f"the level since {meant.night}" if meant else f"a level that begins on {word.night} or before"
     print(f"{word.metric}: {level} is accepted {'until ' + word.until if word.until else 'for good'}: {word.reason}")
     if meant is not None and meant.night != word.night:
         print(f"it begins on {meant.night}, not on {word.night}, the night that was named")
-    unchanged = found if meant is None else _unchanged(series, word.night)
+    unchanged = judge(series, words) if meant is None else _unchanged(series, word.night)
     if unchanged is not None:
         print(f"none is seen that begins there: {unchanged.summary}")
     if meant is not None and word.until and date.fromisoformat(word.until) < date.max:  # behind which there is no day
-        behind = judge(series, words, date.fromisoformat(word.until) + timedelta(days=1)).changes
+        behind = changes_of(series, words, date.fromisoformat(word.until) + timedelta(days=1))
         for other in {one.acceptance for one in behind if one.night == meant.night and one.acceptance is not None}:
             end = f"until {other.until}" if other.until else "for good"
             print(f"behind {word.until} an earlier word goes on {end}, that on {other.night}; say it again with its own --until")

@@ -8,7 +8,7 @@ over, or somebody accepts it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 
@@ -54,20 +54,45 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     last = series[-1]
     if last.kind == "paired":
         return judge_paired(series, acceptances, today)
-    today = day_of_looking(last.night) if today is None else today
-    live = [*dict.fromkeys(one.night for one in series)][-LIVE_NIGHTS:]
-    places = dict.fromkeys([last.environment, *(one.environment for one in series if one.night in live)])
-    joined = {place: bridged(series, place) for place in places}
-    found = {place: _judge_environment(one, acceptances, today) for place, one in joined.items()}
+    joined = _joined(series)
+    found = _judge_each(joined, acceptances, day_of_looking(last.night) if today is None else today)
     worse = max(found, key=lambda place: _weight(found[place]))  # of equal ones that of the last night
     beside = f"in environment {worse}: " if worse != last.environment else ""
-    judged = [place for place in places if place == worse or not _is_too_short(found[place])]
+    judged = [place for place in joined if place == worse or not _is_too_short(found[place])]
     used = {*judged, *(one.environment for place in judged for one in joined[place].nights)}
     left = sum(one.environment not in used for one in series)
     unseen = f"; {left} night{'' if left == 1 else 's'} of other machines or versions do not count" if left else ""
     if left and found[worse].verdict is Verdict.INCONCLUSIVE:
         unseen += ", unless one of their commits runs here, too (harness nightly run --at)"
     return replace(found[worse], summary=beside + found[worse].summary + unseen)
+
+
+def changes_of(series: Sequence[Measurement], acceptances: Sequence[Acceptance], today: date | None = None) -> list[Change]:
+    """Find the changes of a metric in every environment that measured lately; of a paired one those of the last night.
+
+    Args:
+        series: as for `judge`.
+        acceptances: likewise.
+        today: likewise.
+
+    Returns:
+        The changes, those of the environment of the last night first.
+    """
+    if series[-1].kind == "paired":
+        return list(judge_paired(series, acceptances, today).changes)
+    each = _judge_each(_joined(series), acceptances, day_of_looking(series[-1].night) if today is None else today)
+    return [change for one in each.values() for change in one.changes]
+
+
+def _joined(series: Sequence[Measurement]) -> dict[str, BridgedSeries]:
+    """The series of every environment that measured lately, that of the last night first."""
+    live = [*dict.fromkeys(one.night for one in series)][-LIVE_NIGHTS:]
+    places = dict.fromkeys([series[-1].environment, *(one.environment for one in series if one.night in live)])
+    return {place: bridged(series, place) for place in places}
+
+
+def _judge_each(joined: Mapping[str, BridgedSeries], acceptances: Sequence[Acceptance], today: date) -> dict[str, Judgement]:
+    return {place: _judge_environment(one, acceptances, today) for place, one in joined.items()}
 
 
 def _is_too_short(found: Judgement) -> bool:

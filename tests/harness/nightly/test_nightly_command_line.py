@@ -13,7 +13,7 @@ import pytest
 
 from harness.cli import main
 from harness.nightly import History
-from harness.nightly.environment import current_environment
+from harness.nightly.environment import Environment, current_environment
 from harness.nightly.judging.judge import judge
 
 
@@ -61,6 +61,20 @@ def test_an_acceptance_that_means_no_change_says_so(history: Path, capsys: pytes
     assert (
         "the level since 2026-02-17 is accepted" in late and "it begins on 2026-02-17, not on 2026-02-18, the night that was named" in late
     )
+
+
+@pytest.mark.parametrize("worse", ["here", "there"])
+def test_a_change_on_one_of_two_machines_is_accepted_by_its_night(worse: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was judged among the changes of the machine that is worst then, which is another one once it is accepted."""
+    path, rng = tmp_path / "two.sqlite", np.random.default_rng(0)
+    for night in range(50):
+        label = (date(2026, 1, 1) + timedelta(night)).isoformat()
+        for name in ("here", "there"):
+            values = np.exp(rng.normal(0, 0.003, 5)) * (1.05 if name == worse and night >= 47 else 1.0)
+            History(path).add("slower", values.tolist(), environment=Environment({"machine": name}), night=label)
+    assert nightly(capsys, "judge", "--history", path)[0] == 1
+    told = nightly(capsys, "accept", "slower", "2026-02-17", "--reason", "meant", "--history", path)[1]
+    assert told == "slower: the level since 2026-02-17 is accepted for good: meant\n"
 
 
 def test_the_later_of_two_levels_is_accepted_by_its_own_night(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
