@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import numpy
@@ -16,14 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from compressor.data import CalibrationData
 from compressor.data.collate import leading_tensor
-from compressor.errors import CompressorError
+from compressor.errors import CompressorError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, Session
 from compressor.lifecycle.interface import TRAINING_CALLBACKS
 from compressor.lifecycle.modifier import overrides
 from harness.lifecycle.driving.callback_actions import Actor
-from harness.lifecycle.driving.callback_recorder import Acts
+from harness.lifecycle.driving.callback_recorder import Acts, Entry
 from harness.lifecycle.driving.class_values import frozen_class_values
-from harness.lifecycle.driving.compare import CallResult
+from harness.lifecycle.driving.compare import CallResult, Violation, failures, failures_in
 from harness.lifecycle.driving.driver import CompressorRun, Run, apply_settings, set_times
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
@@ -88,6 +89,7 @@ class Subject:
         steps_per_epoch: of its runs; None where an index is a step.
         has_batches: its life is one of batches, whatever it needs and is given.
         class_values: what the modifier's classes and their modules held before the first run.
+        completed: ways of runs that came to their end.
     """
 
     template: Modifier
@@ -104,6 +106,7 @@ class Subject:
     steps_per_epoch: int | None = None
     has_batches: bool = False
     class_values: Mapping[str, object] = field(init=False)
+    completed: set[object] = field(default_factory=set)
     _modes: EnteredModes | None = None
 
     def __post_init__(self) -> None:
@@ -226,6 +229,7 @@ class Subject:
         )
         run.recorder.perform = Actor(run, self.session_class).perform
         run.recorder.on_begin = self.stopwatch.restart
+        run.way = (chosen, self.trains) if model is None else None
         self.latest = run
         return run
 
@@ -248,7 +252,18 @@ class Subject:
         """
         settings = [Settings(modifier.start, modifier.end, modifier.update) for modifier in run.modifiers]
         oracle = SessionModel(settings, run.session.steps_per_epoch, run.state.keep_originals)
-        return CheckedRun(run, oracle, obedient=False, refusals=self.refusals, allowed=self.allowed)
+        checked = CheckedRun(run, oracle, obedient=False, refusals=self.refusals, allowed=self.allowed)
+        checked.on_failure = partial(self._stopped, run)
+        return checked
+
+    def _stopped(self, run: CompressorRun, outcome: CallResult, entries: Sequence[Entry]) -> None:
+        """A run has failed by itself: one like it may have come to its end before, or it refuses to run as it is run here."""
+        if run.way in self.completed:
+            text = f"a run like one that came to its end before has failed: {failures(outcome, entries)}"
+            raise Violation("state", f"{text}; keep nothing of a run outside of its modifier", failures_in(entries))
+        refusal = next((entry.error for entry in entries if isinstance(entry.error, RecipeError | TargetError)), None)
+        if len(run.modifiers) == 1 and refusal is not None:
+            raise CannotTellError(f"alone and on this model it does not run: {refusal}")
 
     @property
     def allowed(self) -> set[str]:
@@ -300,7 +315,9 @@ class Subject:
                 checked.forward(lambda: self.forward(run))
             outcome = checked.go(moment, acts, names)
             if outcome.kind == "failed":
-                break
+                return outcome
+        if until is None and acts is None and run.way is not None:
+            self.completed.add(run.way)
         return outcome
 
     def result(self, model: nn.Module | None = None, *, seed: int) -> dict[str, Tensor]:

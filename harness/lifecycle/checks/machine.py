@@ -91,7 +91,8 @@ def new_process(subject: Subject) -> str:
     changed = sorted({name for there in elsewhere for name in here.keys() | there.keys() if here.get(name) != there.get(name)})
     if changed:
         what = f"in another process it gives other values in {', '.join(changed[:4])}"
-        raise Violation("state", f"{what}; sort what comes out of a set, and use no hash() of a text")
+        advice = "sort what comes out of a set, use no hash() of a text, and keep nothing of earlier runs outside of the modifier"
+        raise Violation("state", f"{what}; {advice}")
     return f"{len(here)} tensors are equal"
 
 

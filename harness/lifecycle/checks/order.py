@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from compressor.errors import RecipeError, TargetError
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, failures, failures_in
 from harness.lifecycle.driving.driver import CompressorRun
@@ -12,7 +11,7 @@ from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.snapshot import num_hooks
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, MOMENTS, Settings
-from harness.lifecycle.subject import CannotTellError, NothingToCheckError, Subject
+from harness.lifecycle.subject import NothingToCheckError, Subject
 
 # Times for check 48: whole and fractional, from the first batch, with and without an end, with an update interval; the last two are over
 # before the first batch, and between two batches.
@@ -39,16 +38,12 @@ def completes(subject: Subject) -> str:
         What was seen.
 
     Raises:
-        CannotTellError: it refuses to run alone, because a recipe needs another modifier beside it, or on this model.
         Violation: the run fails, or goes another way than the oracle.
     """
     run = subject.open()
     checked = subject.check(run)
     outcome = subject.live(checked, run)
     if outcome is None or outcome.kind == "failed":
-        refusal = next((entry.error for entry in run.recorder.entries if isinstance(entry.error, RecipeError | TargetError)), None)
-        if refusal is not None:
-            raise CannotTellError(f"alone and on this model it does not run: {refusal}")
         what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
         raise Violation("refused", f"a run without any fault stopped: {what}", failures_in(run.recorder.entries))
     return f"{len(subject.life())} moments, {run.model.__class__.__name__}"

@@ -16,6 +16,7 @@ from harness.reporting.verdict import Outcome
 MAIN_THREAD = "only works in main thread"
 """What Python says of `signal.signal` and `signal.set_wakeup_fd` in other threads."""
 
+_FIRST = ("lifecycle.repeatable", "lifecycle.completes")
 CheckFunction = Callable[[Subject], str]
 """Looks into a subject and returns what it saw, in one line; a Violation is a failure."""
 
@@ -44,8 +45,8 @@ class LifecycleCheck:
 
     @property
     def place(self) -> int:
-        """Where it runs: a whole run first, then by number, the state machine last."""
-        return self.number or (0 if self.name.endswith(".completes") else 99)
+        """Where it runs: `repeatable` first, whose runs are the first of all, then a whole run, by number, the state machine last."""
+        return _FIRST.index(self.name) - len(_FIRST) if self.name in _FIRST else self.number or 99
 
     @property
     def claim(self) -> Claim:

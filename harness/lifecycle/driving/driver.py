@@ -104,9 +104,13 @@ class CompressorRun:
         keep_originals: as of the state.
         session_class: the session to drive; a wrong one, when the harness itself is tested.
         data: calibration data, for modifiers that run forwards of their own.
+
+    Attributes:
+        way: what decides how it goes; None where nobody compares it with another run.
     """
 
     features = FEATURES
+    way: object = None
 
     def __init__(
         self,

@@ -145,6 +145,7 @@ class CheckedRun:
 
     Attributes:
         compares_all: False leaves the model and its surroundings uncompared, for a way that has been gone before.
+        on_failure: is told of a call that failed though nothing was planned; it may raise.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class CheckedRun:
         self.allowed = set(allowed)
         self.clauses = clauses
         self.compares_all = True
+        self.on_failure: Callable[[CallResult, Sequence[Entry]], None] | None = None
         self.start = self.now = self._snapshot()
         self._process, self._code = Snapshot.of_process(), SharedCode(run.model.modules(), library=True)
         self._num_hooks_of_others = num_hooks(run.model)
@@ -300,6 +302,12 @@ class CheckedRun:
             Violation: something that the contract forbids.
             OverError: the same, in a clause that is not looked at.
         """
+        outcome = self._perform(call, invoke, script, acts, moment)
+        if outcome.kind == "failed" and not acts and self.on_failure is not None:
+            self.on_failure(outcome, self.run.recorder.entries)
+        return outcome
+
+    def _perform(self, call: str, invoke: Callable[[], object], script: Script, acts: Acts | None, moment: str | None) -> CallResult:
         before, recorder, last = self.now, self.run.recorder, self.oracle.last
         recorder.begin(acts)
         error: BaseException | None = None

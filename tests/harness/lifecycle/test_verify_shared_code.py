@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from compressor.errors import TargetError
 from compressor.lifecycle import Event, Modifier, State
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.lifecycle.driving.snapshot import freeze
@@ -254,6 +255,57 @@ def test_what_is_left_for_others_is_told(make: Callable[[], Modifier], check: st
     report = verify(make(), TinyModel(8), inputs=tiny_batches(1), checks=[f"lifecycle.{check}"])
     assert says in report.records[-1].summary, report.to_text()
     assert (logging.getLogger("transformers").level, torch._dynamo.config.suppress_errors) == before
+
+
+class Runs:
+    """How many runs are left; an object, for whose values nobody looks."""
+
+    def __init__(self) -> None:
+        self.left = 0
+
+
+RUNS = Runs()
+
+
+class FirstRunOnly(Halves):
+    """Halves weights in the first runs of a process."""
+
+    _is_late: bool = False
+
+    def on_initialize(self, state: State) -> bool:
+        RUNS.left -= 1
+        self._is_late = RUNS.left < 0
+        return super().on_initialize(state)
+
+    def factor(self, name: str) -> float:
+        return 1.0 if self._is_late else 0.5
+
+
+class RefusesLater(FirstRunOnly):
+    def on_initialize(self, state: State) -> bool:
+        super().on_initialize(state)
+        if self._is_late:
+            raise TargetError("nothing to do")
+        return True
+
+
+@pytest.mark.parametrize("runs", [1, 2, 5])
+def test_a_run_that_is_refused_after_one_that_was_not_is_no_pass(runs: int) -> None:
+    """Every later run had ended in `on_initialize`, and ten checks had called that a pass."""
+    RUNS.left = runs
+    names = ["completes", "repeatable", "illegal_calls", "nothing_left", "hooks_watch", "surroundings", "claims", "finite", "rolls_back"]
+    report = verify(RefusesLater, TinyModel(8), inputs=tiny_batches(1), checks=[f"lifecycle.{name}" for name in names])
+    outcomes = {record.name: record.outcome for record in report.records[1:]}
+    assert Outcome.FAIL in outcomes.values()
+    assert sum(one is Outcome.PASS for one in outcomes.values()) <= runs - 1, report.to_text()
+    assert "a run like one that came to its end before has failed: on_initialize of modifier 0 raised TargetError" in report.to_text()
+
+
+def test_the_first_run_of_a_process_is_held_against_later_ones_whatever_else_is_checked() -> None:
+    RUNS.left = 1
+    checks = ["lifecycle.completes", "lifecycle.finite", "lifecycle.repeatable"]
+    report = verify(FirstRunOnly, TinyModel(8), inputs=tiny_batches(1), checks=checks)
+    assert "the second run gives other values" in report.to_text()
 
 
 @pytest.mark.parametrize(
