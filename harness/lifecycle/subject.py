@@ -89,7 +89,7 @@ class Subject:
         steps_per_epoch: of its runs; None where an index is a step.
         has_batches: its life is one of batches, whatever it needs and is given.
         class_values: what the modifier's classes and their modules held before the first run.
-        completed: ways of runs that came to their end.
+        completed: ways of runs over copies of the model that came to their end.
     """
 
     template: Modifier
@@ -229,7 +229,7 @@ class Subject:
         )
         run.recorder.perform = Actor(run, self.session_class).perform
         run.recorder.on_begin = self.stopwatch.restart
-        run.way = (chosen, self.trains) if model is None else None
+        run.way = (chosen, self.trains, model is None) if chosen.settings == (self.settings,) else None
         self.latest = run
         return run
 
@@ -262,7 +262,7 @@ class Subject:
             text = f"a run like one that came to its end before has failed: {failures(outcome, entries)}"
             raise Violation("state", f"{text}; keep nothing of a run outside of its modifier", failures_in(entries))
         refusal = next((entry.error for entry in entries if isinstance(entry.error, RecipeError | TargetError)), None)
-        if len(run.modifiers) == 1 and refusal is not None:
+        if run.way is not None and refusal is not None:
             raise CannotTellError(f"alone and on this model it does not run: {refusal}")
 
     @property
@@ -316,7 +316,7 @@ class Subject:
             outcome = checked.go(moment, acts, names)
             if outcome.kind == "failed":
                 return outcome
-        if until is None and acts is None and run.way is not None:
+        if until is None and acts is None and run.way is not None and run.way[-1]:
             self.completed.add(run.way)
         return outcome
 

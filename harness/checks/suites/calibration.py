@@ -29,6 +29,9 @@ def _run(subject: Calibration, rows: list[Tensor], **options: Any) -> Calibrated
     found = subject.run(rows, **options)
     if not isinstance(found, Calibrated):
         raise CheckFailed(f"run() returned {type(found).__name__}, where a Calibrated belongs")
+    for what, tensors in (("statistic", found.statistics), ("global scale", found.global_scales)):
+        if odd := [name for name, tensor in tensors.items() if not bool(tensor.float().isfinite().all())]:
+            raise CheckFailed(f"{odd[0]}: its {what} is not finite, and nothing can be held against it", odd)
     return found
 
 
@@ -205,14 +208,17 @@ def _changed_codes(one: Mapping[str, Tensor], many: Mapping[str, Tensor]) -> tup
 @register(45, "siblings", "Fused siblings (q/k/v, gate/up) share a global scale exactly", kind="calibration")
 def siblings(subject: Calibration, context: CheckContext) -> str:
     """Group modules by the names that runtimes fuse."""
-    scales = _run(subject, _rows(subject, context, (12, 12))).global_scales
-    if not scales:
+    done = _run(subject, _rows(subject, context, (12, 12)))
+    if not (scales := done.global_scales):
         raise NothingToCheckError("the format has no global scale")
     count = 0
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in scales):
         for family in _FUSED:
             present = [f"{parent}.{last}" for last in family if f"{parent}.{last}" in scales]
             values = {name: scales[name].flatten().tolist() for name in present}
+            without = [name for last in family if (name := f"{parent}.{last}") in done.codes and name not in scales]
+            if present and without:
+                raise CheckFailed(f"{without[0]} has codes and no global scale, and is fused with {present[0]}, which has one", without)
             if any(value != values[present[0]] for value in values.values()):
                 raise CheckFailed(
                     f"{', '.join(f'{name} {value}' for name, value in values.items())}: runtimes fuse them and keep one scale"

@@ -30,6 +30,7 @@ _HIDDEN = 1e-4  # relative change of tokens behind padding that is rounding
 _FAR = -1e4  # a bias with which no router chooses an expert
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_k")  # settings: experts that a token is sent to
 _BIASES = ("bias", "e_score_correction_bias")
+_EXPERTS = ".experts."
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -206,8 +207,9 @@ def smaller_model(subject: ExpertPruner, context: CheckContext) -> str:
             raise CheckFailed(
                 f"{architecture}: layers of {left} experts are loaded, and {[len(one) for one in pruned.kept]} told; {wanted} should stay"
             )
-        keys = pruned.model.state_dict().keys() ^ pruned.loaded.state_dict().keys()
-        if odd := sorted(key for key in keys if ".experts." not in key):  # which may lie one by one
+        own, its = pruned.model.state_dict().keys(), pruned.loaded.state_dict().keys()
+        apart = {key.partition(_EXPERTS)[0] for key in its - own if _EXPERTS in key}  # layers whose experts may lie one by one
+        if odd := sorted(key for key in own ^ its if _EXPERTS not in key or key.partition(_EXPERTS)[0] not in apart):
             raise CheckFailed(f"{architecture}: {odd[0]} is no tensor of the class, or a tensor of it that is gone", odd)
         if pruned.beside:
             raise CheckFailed(f"{architecture}: {pruned.beside[0]}", pruned.beside)

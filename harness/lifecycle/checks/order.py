@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from compressor.errors import CalibrationError
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, failures, failures_in
 from harness.lifecycle.driving.driver import CompressorRun
@@ -44,6 +45,8 @@ def completes(subject: Subject) -> str:
     checked = subject.check(run)
     outcome = subject.live(checked, run)
     if outcome is None or outcome.kind == "failed":
+        if subject.trains_beside_calibration and any(isinstance(entry.error, CalibrationError) for entry in run.recorder.entries):
+            return f"a training, until {run.recorder.entries[-1].seen.callback} asks for the calibration that it does not have"
         what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
         raise Violation("refused", f"a run without any fault stopped: {what}", failures_in(run.recorder.entries))
     return f"{len(subject.life())} moments, {run.model.__class__.__name__}"

@@ -90,6 +90,8 @@ class LifecycleCheck:
                 except Violation as violation:
                     text = str(violation).removeprefix(f"[{violation.clause}] ")
                     raise Violation(violation.clause, f"{training}, {text}", violation.causes) from violation
+                except NothingToCheckError as reason:  # of this training; the others were looked at
+                    seen.append(f"{training}: {reason}")
         return "; ".join(seen)
 
     def _failed(self, violation: Violation) -> CheckRecord:

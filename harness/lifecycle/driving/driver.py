@@ -110,7 +110,7 @@ class CompressorRun:
     """
 
     features = FEATURES
-    way: object = None
+    way: tuple[object, ...] | None = None
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from harness.nightly.judging.judgement import Change, Judgement, day_of_looking,
 from harness.nightly.judging.paired import judge_paired
 from harness.nightly.judging.power import detectable_step, noise_now, standard_error
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, Shifts, find_shifts
+from harness.nightly.judging.spread import chance_of
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantile
@@ -167,7 +168,7 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, acceptances: Sequence[A
     told += f", {count - standing.start} of them {standing.since}" if standing.since else ""
     missing = max(LEAST_NOISE + LEAST_AFTER - count, 2 * LEAST_AFTER - (count - shifts.start))
     if missing > 0:
-        summary = f"{told}: too few to tell noise from change; {missing} more in this environment are needed"
+        summary = f"{told}: too few to tell noise from change; {missing} more in this environment {'is' if missing == 1 else 'are'} needed"
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
     usual = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER)[0]
     now, late = noise_now(levels_N[shifts.start :], usual)
@@ -224,7 +225,7 @@ def _recurring(above_N: NDArray[np.float64], start: int, noise: float, better: s
     places, nights = np.flatnonzero(far_N), len(far_N)
     for number, first in enumerate(places.tolist()):  # the last nights, from one that is far off
         inside, late = len(places) - number, nights - first
-        if inside < _LEAST_OFTEN or _chance_of(inside, late, len(places), nights) >= _BY_CHANCE:
+        if inside < _LEAST_OFTEN or chance_of(inside, late, len(places), nights) >= _BY_CHANCE:
             continue
         if inside < _MOSTLY * int((own_N[first:] <= -far).sum()):  # nights that became noisy are as far off to both sides
             continue
@@ -236,12 +237,6 @@ def _recurring(above_N: NDArray[np.float64], start: int, noise: float, better: s
                 "and goes; find what these nights share"
             )
     return ""
-
-
-def _chance_of(inside: int, late: int, total: int, nights: int) -> float:
-    """The chance that so many or more of all the nights that are far off lie among the last ones (Fisher's exact test, one-sided)."""
-    ways = sum(math.comb(late, one) * math.comb(nights - late, total - one) for one in range(inside, min(late, total) + 1))
-    return ways / math.comb(nights, total)
 
 
 def _worse(changes: Sequence[Change], in_all: float) -> str:

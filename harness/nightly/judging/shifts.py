@@ -27,6 +27,7 @@ from harness.errors import HarnessError
 from harness.nightly.judging.segments import LEAST_LINE, Segment, has_structure, segments
 from harness.nightly.judging.spread import (
     MAX_CORRELATION,
+    chance_of,
     correlation_of,
     degrees_of,
     in_order,
@@ -54,6 +55,7 @@ RECENT = 6
 """Nights before a step that, as all behind it, may be noisier than the others."""
 NOISIER, OTHER_NOISE = 2.0, 3.0
 """By how much, so that they count by their own noise, and so that they alone know it."""
+_TAIL, _BY_CHANCE = 3.0, 1e-4  # spreads from which on nights are no noise around a level, and the chance that they come so often
 _LEAST_DRIFT = 10
 _DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
 _NOTHING: NDArray[np.float64] = np.empty(0)
@@ -251,7 +253,8 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
         return None
     kept_E, spread = noise_of(np.concatenate(known))
     sign = 1.0 if median(after_K) > median(before_M) else -1.0
-    effect = max(0.0, _location(sign * after_K, spread) + _location(-sign * before_M, spread))
+    level = -_location(-sign * before_M, spread)
+    effect = max(0.0, _location(sign * after_K, spread) - level)
     if effect < LEAST_EFFECT:
         return None
     correlation = correlation_of(kept_E)
@@ -266,7 +269,24 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     parts = [spread**2 * inflation(correlation, place) / place, own**2 * inflation(correlation, len(after_K)) / len(after_K)]
     error = math.sqrt((spread * nights.across) ** 2 + sum(parts))
     back = sign < 0 and nights.earlier is not None and median(after_K) - nights.earlier < max(LEAST_EFFECT, error)
+    others_E = np.concatenate([nights.residuals_E, *(_centred(part) for part in _apart([before_M], nights.joint))])
+    if not back and _is_usual(sign * others_E, sign * after_K - level, effect, spread):
+        return None
     return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees, back=back), _squares([before_M, after_K])
+
+
+def _is_usual(others_E: NDArray[np.float64], after_K: NDArray[np.float64], effect: float, spread: float) -> bool:
+    """Whether nights as far off as those behind a step come by themselves, so that there may be as many by chance.
+
+    A spread says how often where it is that of one level. Some nights far outside of it, or at a level of their own with few between both,
+    say it by their number.
+    """
+    shares_E = others_E / effect
+    before, after = int((shares_E >= 1 / 2).sum()), int((after_K >= effect / 2).sum())
+    between = int(((shares_E >= 1 / 4) & (shares_E < 3 / 4)).sum())
+    if not before or (effect <= _TAIL * spread and 2 * between >= int((shares_E >= 3 / 4).sum())):
+        return False
+    return chance_of(after, len(after_K), before + after, len(others_E) + len(after_K)) > _BY_CHANCE
 
 
 def _apart(sides: Sequence[NDArray[np.float64]], joint: int) -> Iterator[NDArray[np.float64]]:

@@ -72,6 +72,12 @@ def degrees_of(count: int, correlation: float) -> float:
     return max(3.0, (count - 1) * (1 - correlation) / (1 + correlation))
 
 
+def chance_of(inside: int, late: int, total: int, nights: int) -> float:
+    """The chance that so many or more of all the nights that are far off lie among the last ones (Fisher's exact test, one-sided)."""
+    ways = sum(math.comb(late, one) * math.comb(nights - late, total - one) for one in range(inside, min(late, total) + 1))
+    return ways / math.comb(nights, total)
+
+
 def student_tail(t: float, degrees: float) -> float:
     """Return the chance that Student's t exceeds a value, by Hill's expansion.
 

@@ -216,6 +216,26 @@ class NotANumber(OurCalibration):
         return replace(done, tensors={name: tensor * torch.nan for name, tensor in done.tensors.items()})
 
 
+class Spoilt(OurCalibration):
+    """One number of a statistic is NaN: in whatever it is held against there is one, too."""
+
+    def run(self, rows, **options):
+        done = super().run(rows, **options)
+        for name, statistic in done.statistics.items():
+            if name.endswith("v_proj"):
+                statistic.view(-1)[3] = torch.nan
+        return done
+
+
+class LosesAScale(OurCalibration):
+    """One of two fused modules has no global scale."""
+
+    def run(self, rows, **options):
+        done = super().run(rows, **options)
+        scales = {name: scale for name, scale in done.global_scales.items() if not name.endswith("1.mlp.up_proj")}
+        return replace(done, global_scales=scales)
+
+
 class Uncompressed(OurCalibration):
     """Sees the first layer as it was."""
 
@@ -228,12 +248,15 @@ class Uncompressed(OurCalibration):
     [
         (LastBatchLost, 41, "padding has changed it"),
         (FirstTokenLost, "calibration.every_token", "token 0 of row 0 (6 tokens) counts for nothing"),
-        (Shortest, "calibration.every_token", "saw 20 of 185 tokens"),
+        (Shortest, "calibration.every_token", "saw 22 of 185 tokens"),
         (OneToken, "calibration.every_token", "token 4 of row 1 (9 tokens) counts for nothing"),
         (FewTokens, "calibration.every_token", "saw 1 of 185 tokens"),
         (BeginsTwice, "calibration.every_token", "where one row comes in two parts"),
         (SkipsDown, "calibration.every_token", "down_proj has codes of a dense model, and no statistic"),
         (NotANumber, 46, "not finite"),
+        (Spoilt, 41, "v_proj: its statistic is not finite"),
+        (Spoilt, "calibration.every_token", "v_proj: its statistic is not finite"),
+        (lambda: LosesAScale(settings=NVFP4), 45, "1.mlp.up_proj has codes and no global scale, and is fused with"),
         (Uncompressed, 46, "calibrated on what the first gave uncompressed"),
     ],
 )

@@ -103,8 +103,9 @@ def test_another_attention_for_a_while_is_no_change() -> None:
     assert report.verdict.value == "pass", report.to_text()
 
 
-def test_a_tensor_that_the_class_does_not_have_is_told() -> None:
-    also = Plain(lambda model: model.register_buffer("gone", torch.ones(1)))
+@pytest.mark.parametrize("place", [lambda model: model, lambda model: _blocks(model)[0].experts], ids=["model", "experts"])
+def test_a_tensor_that_the_class_does_not_have_is_told(place: Callable[[Any], Any]) -> None:
+    also = Plain(lambda model: place(model).register_buffer("gone", torch.ones(1)))
     record = harness.check(also, checks=["expert_pruner.smaller_model"], draws=False).records[0]
     assert record.outcome == "fail" and "gone is no tensor of the class" in record.summary, record.summary
 

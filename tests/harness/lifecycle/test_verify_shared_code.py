@@ -240,9 +240,9 @@ def _logits(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("make", "check", "says"),
     [
-        (SumsInItsFile, "repeatable", "a run after one that was aborted gives other values"),
+        (SumsInItsFile, "repeatable", "a run after one that was aborted behind SEQUENTIAL_EPOCH_END"),
         (SumsInItsFile, "nothing_left", ".SUMS is not as it was; keep state on the object"),
-        (SumsInAnObject, "repeatable", "a run after one that was aborted gives other values"),
+        (SumsInAnObject, "repeatable", "a run after one that was aborted behind SEQUENTIAL_EPOCH_END"),
         (lambda: WatchesOn(start=0, end=2, update=1), "nothing_left", "1 hooks are on the model after on_end; call self.remove_hooks()"),
         (Compile, "completes", "torch._dynamo.config: process changed in suppress_errors"),
         (Logs, "completes", "logging of transformers: process changed"),
