@@ -176,7 +176,10 @@ class AssertNoRegression(Protocol):
     """How the fixture `assert_no_regression` is called."""
 
     def __call__(self, metric: str, values: Sequence[float], *, better: Better = "lower", device: str = "cpu") -> Judgement:
-        """Keep tonight's values of a metric; the test fails where its nights show a change for the worse that nobody accepted."""
+        """Keep tonight's values of a metric; the test fails where its nights show a change for the worse that nobody accepted.
+
+        Where nights that are enough may hide one, it warns.
+        """
 
 
 @pytest.fixture
@@ -196,6 +199,8 @@ def assert_no_regression(request: pytest.FixtureRequest) -> AssertNoRegression:
             night = found.changes[-1].night
             accept = shlex.join(["harness", "nightly", "accept", "--reason", "...", "--history", str(history.path), "--", metric, night])
             pytest.fail(f"{metric}: {found.summary}; if it is meant: {accept}", pytrace=False)
+        if found.verdict is Verdict.INCONCLUSIVE and found.is_long:
+            request.node.warn(pytest.PytestWarning(f"{metric} is inconclusive: {found.summary}"))
         return found
 
     return hold

@@ -325,12 +325,16 @@ def _to_a_level(nights: _Nights, parts: Sequence[Segment]) -> Shift | None:
         if number == 0 or behind.is_line:
             continue
         kept = np.r_[:place, behind.start : behind.end]
-        # Around the line of a curve, nights do not know the noise, so levels alone are compared.
-        others = [one for one in parts[1:] if one is not behind and not (curved and one.is_line)]
         joint = int((kept < nights.joint).sum())
         levels = replace(nights, levels_N=nights.levels_N[kept], errors_N=nights.errors_N[kept], joint=joint)
-        known = [_around_part(nights.levels_N, one) for one in others]
-        found = _shift(_step_at(place, levels.until(len(kept), known), LEAST_AFTER))
+        others = [one for one in (parts if first.is_line else parts[1:]) if one is not behind]
+        # Around the line of a curve nights say more than the noise: they are asked only where levels alone are too few to know it.
+        flat = [one for one in others if not one.is_line] if curved else others
+        for some in (flat, others):
+            known = [_around_part(nights.levels_N, one) for one in some]
+            found = _shift(_step_at(place, levels.until(len(kept), known), LEAST_AFTER))
+            if found is not None:
+                break
         if found is not None:
             bend = max(0, place - 1) if curved else None
             found = replace(found, place=place if curved else behind.start, start=behind.start, bend=bend, level_end=place)

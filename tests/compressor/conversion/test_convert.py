@@ -77,7 +77,7 @@ def test_a_layer_that_a_shared_scale_has_no_room_for_is_noted(
     check_same(tmp_path / "made", expected(folder, scheme="NVFP4A16", ignore=["lm_head"]))
 
 
-@pytest.mark.filterwarnings("ignore:transformers")
+@pytest.mark.filterwarnings("ignore:transformers", "ignore:.* stay floats and are stored fused")
 def test_experts_that_stay_floats_are_written_as_oneshot_writes_them(
     base: Folders, expected: Expected, tmp_path: Path, check_same: Check
 ) -> None:
@@ -377,6 +377,7 @@ def test_a_converter_that_gives_no_floats_is_refused_by_name(base: Folders, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["quantized"]
 
 
+@pytest.mark.filterwarnings("ignore:.* stay floats and are stored fused")
 def test_patterns_may_have_the_names_of_files(base: Folders, tmp_path: Path) -> None:
     """As `model_free_ptq` of llm-compressor means them."""
     asked = [r"re:model.layers.\d+.self_attn.(q|k|v|o)_proj$", r"re:model.layers.\d+.block_sparse_moe.experts.\d+.w[1-3]$"]

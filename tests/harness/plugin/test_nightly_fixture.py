@@ -43,6 +43,17 @@ def test_a_measurement_is_kept_and_one_that_is_worse_for_two_nights_fails(projec
     assert "harness.nightly" in (project.path / "report.xml").read_text()
 
 
+def test_nights_that_may_hide_what_is_worse_are_warned_of(project) -> None:
+    history, today = History(project.path / "history.sqlite"), date.today()
+    for night in range(58):
+        speed = (100.0 + night % 5 / 10) / (1.2 if night >= 40 and night % 3 == 0 else 1.0)
+        history.add("speed", [speed], environment=current_environment(), night=(today - timedelta(60 - night)).isoformat(), better="higher")
+    project.tests(test_it=TEST.format(value=100.2))
+    found = project.run("--harness-history=history.sqlite", "-Wdefault::pytest.PytestWarning")
+    found.assert_outcomes(passed=1, warnings=1)
+    assert "PytestWarning: speed is inconclusive: " in found.stdout.str() and "something comes and goes" in found.stdout.str()
+
+
 WRONG = """
 import pytest
 from compressor.errors import UserInputError

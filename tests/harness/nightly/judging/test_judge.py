@@ -304,6 +304,16 @@ def test_a_drift_behind_few_quiet_nights_is_told_from_noise(bend: int) -> None:
         assert find_shifts(noise_N).found == ()
 
 
+@pytest.mark.parametrize("size", [0.06, 0.15, 0.3, 0.5])
+def test_a_large_step_behind_a_rise_that_has_ended_is_found(size: float) -> None:
+    """33 nights on one line are no level, and ten behind them are too few alone to know the noise: 30 % had not shown where 15 % had."""
+    for seed in range(4):
+        nights = np.arange(43)
+        levels_N = np.random.default_rng(seed).normal(0, 0.0045, 43) + 0.0045 * np.clip(nights - 8, 0, 12) + size * (nights >= 33)
+        found = find_shifts(levels_N).found
+        assert sum(shift.effect for shift in found) > size / 2, found
+
+
 def test_nights_that_become_noisy_behind_few_quiet_ones_are_no_drift() -> None:
     """A line fits them, as each of 25 lines may; they count by their own noise, and each bend is a test of its own."""
     for seed in (48, 111, 115, 148, 583):
