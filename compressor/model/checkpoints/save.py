@@ -117,6 +117,7 @@ def write_record(folder: Path, record: Mapping[str, Any], described: Any, digest
         digests: of its tensors, as `tensor_digests` gives them.
     """
     written = {**record, "quantization_config": described, "tensors": dict(digests)}
+    written.pop("sha256", None)  # of the record that was read, where a checkpoint is saved again
     as_read = from_json(_to_json(written))  # whose keys are texts
     written["sha256"] = hashlib.sha256(_to_json(as_read).encode()).hexdigest()  # of all else in it, so that no edit goes unseen
     (folder / RECORD_FILE).write_text(_to_json(written), encoding="utf-8")

@@ -270,21 +270,22 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     error = math.sqrt((spread * nights.across) ** 2 + sum(parts))
     back = sign < 0 and nights.earlier is not None and median(after_K) - nights.earlier < max(LEAST_EFFECT, error)
     others_E = np.concatenate([nights.residuals_E, *(_centred(part) for part in _apart([before_M], nights.joint))])
-    if not back and _is_usual(sign * others_E, sign * after_K - level, effect, spread):
+    if not back and _is_usual(sign * others_E / effect, (sign * after_K - level) / effect, winsorized(others_E)[1] / effect):
         return None
     return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees, back=back), _squares([before_M, after_K])
 
 
-def _is_usual(others_E: NDArray[np.float64], after_K: NDArray[np.float64], effect: float, spread: float) -> bool:
-    """Whether nights as far off as those behind a step come by themselves, so that there may be as many by chance.
+def _is_usual(others_E: NDArray[np.float64], after_K: NDArray[np.float64], spread: float) -> bool:
+    """Whether nights on both sides of a step, in shares of it, are so mixed that they may lie as they do by chance.
 
     A spread says how often where it is that of one level. Some nights far outside of it, or at a level of their own with few between both,
     say it by their number.
     """
-    shares_E = others_E / effect
-    before, after = int((shares_E >= 1 / 2).sum()), int((after_K >= effect / 2).sum())
-    between = int(((shares_E >= 1 / 4) & (shares_E < 3 / 4)).sum())
-    if not before or (effect <= _TAIL * spread and 2 * between >= int((shares_E >= 3 / 4).sum())):
+    before, after = int((others_E >= 1 / 2).sum()), int((after_K >= 1 / 2).sum())
+    if not before and after == len(after_K):
+        return False
+    between, beyond = (int(((others_E >= low) & (others_E < high)).sum()) for low, high in ((1 / 4, 3 / 4), (3 / 4, math.inf)))
+    if _TAIL * spread >= 1 and 2 * between >= beyond:
         return False
     return chance_of(after, len(after_K), before + after, len(others_E) + len(after_K)) > _BY_CHANCE
 

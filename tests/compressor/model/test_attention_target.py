@@ -64,7 +64,7 @@ def groups(args: dict[str, Any], target: str = "LlamaAttention", **others: Any) 
         ("Qwen3Moe", "fp8 heads", True, "auto"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:keys and values with the strategy 'token':UserWarning")
+@pytest.mark.filterwarnings("ignore:keys and values with the strategy 'token':UserWarning", "ignore:.* stay floats and are stored fused")
 def test_what_is_written_is_read_alike(kind: str, args: str, weights: bool, engine: Any, tmp_path: Path) -> None:
     model = model_of(kind)
     before, names = logits(model), list(model.state_dict())

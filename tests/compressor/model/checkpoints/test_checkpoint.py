@@ -43,8 +43,9 @@ def test_the_folder_holds_what_a_loader_needs_and_no_more(compressed, source_dir
     assert all((folder / name).read_bytes() == (source_dir / name).read_bytes() for name in tokenizer_files)
     record = json.loads((folder / "compression.json").read_text())
     written = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert record == {"a": {"c": "é", "d": 2}, "b": 1, "quantization_config": written, "tensors": record["tensors"]}
-    assert list(record) == ["a", "b", "quantization_config", "tensors"]
+    assert list(record) == ["a", "b", "quantization_config", "sha256", "tensors"]
+    digests = {"sha256": record["sha256"], "tensors": record["tensors"]}
+    assert record == {"a": {"c": "é", "d": 2}, "b": 1, "quantization_config": written, **digests}
     assert record["tensors"].keys() == load_file(folder / "model.safetensors").keys()
     assert folder.stat().st_mode == source_dir.stat().st_mode
     assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, (

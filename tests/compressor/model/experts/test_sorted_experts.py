@@ -66,7 +66,8 @@ def test_quantized_experts_are_read_back_by_both_readers(recipe: Any, tmp_path: 
         tokens = sum(record.num_tokens or 0 for name, record in records.items() if name.endswith("1.feed_forward.experts.0.up_proj"))
         assert 0 < tokens < IDS.numel()
     assert torch.equal(logits(load_compressed(tmp_path / "out", device="cpu")), logits(model))
-    assert torch.equal(logits(type(model).from_pretrained(tmp_path / "out")), logits(model))
+    theirs = logits(type(model).from_pretrained(tmp_path / "out"))
+    torch.testing.assert_close(theirs, logits(model), rtol=0, atol=1e-6)  # in bits where their layers' kernels add up as ours do
     assert torch.equal(model(input_ids=IDS, use_cache=False).logits.detach(), logits(model))  # where gradients are on, too
 
 
