@@ -95,7 +95,7 @@ class History:
 
         Args:
             metric: its name, such as `reference/w4a16/compress_ratio`.
-            values: the repetitions; numbers, finite and above 0, at least one.
+            values: the repetitions; numbers, finite and above 0 (of the kind `paired` also 0), at least one.
             environment: where they were measured.
             night: label that sorts by time; by default today's date in UTC.
             revision: of the code.

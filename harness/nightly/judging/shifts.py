@@ -56,6 +56,7 @@ RECENT = 6
 NOISIER, OTHER_NOISE = 2.0, 3.0
 """By how much, so that they count by their own noise, and so that they alone know it."""
 _TAIL, _BY_CHANCE = 3.0, 1e-4  # spreads from which on nights are no noise around a level, and the chance that they come so often
+_WIDTHS = 20.0, 3.0  # spreads beyond which a night counts no more where a step is looked for
 _LEAST_DRIFT = 10
 _DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
 _NOTHING: NDArray[np.float64] = np.empty(0)
@@ -238,9 +239,15 @@ def _look(nights: _Nights) -> Shift | None:
 
 
 def _step(nights: _Nights) -> tuple[Shift, float] | None:
-    """Where two levels fit best: the test of it, and the squares that are left. Mostly, running sums say at once that none shows."""
-    found = _step_at(_split_by_sums(nights.levels_N), nights)
-    return _step_at(_splits(nights.levels_N, 1)[0], nights) if found is not None and found[0].shows else None
+    """Where two levels fit best: the test of it, and the squares that are left. Mostly, running sums say at once that none shows.
+
+    A few nights that are far off pull the place to where they lie, unless they count little; so does a step that is as far off itself.
+    """
+    for width in _WIDTHS:
+        found = _step_at(_split_by_sums(nights.levels_N, width), nights)
+        if found is not None and found[0].shows:
+            return _step_at(_splits(nights.levels_N, 1, width)[0], nights)
+    return None
 
 
 def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tuple[Shift, float] | None:
@@ -367,7 +374,7 @@ def _bent(nights: _Nights) -> tuple[Shift, float] | None:
     bends = np.arange(LEAST_AFTER, min(LEAST_NOISE, len(nights.levels_N) - _LEAST_DRIFT + 1))
     if not len(bends) or len(nights.residuals_E) >= LEAST_NOISE:
         return None
-    signal_N = _clipped(nights.levels_N)
+    signal_N = _clipped(nights.levels_N, _WIDTHS[0])
     since_BN = np.maximum(np.arange(len(signal_N)) - bends[:, None], 0.0)
     since_BN -= since_BN.mean(axis=1, keepdims=True)
     gains_B = np.square(since_BN @ (signal_N - mean_of(signal_N))) / np.square(since_BN).sum(axis=1)
@@ -385,7 +392,7 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     if abs(rise) < LEAST_GAIN:
         return None
     squares = float(np.square(own_N).sum())
-    if squares > _squares(np.split(nights.levels_N, [_split_by_sums(nights.levels_N)])):  # a step that nobody knows to be one yet
+    if squares > _squares(np.split(nights.levels_N, [_split_by_sums(nights.levels_N, _WIDTHS[0])])):  # a step unknown yet
         return None
     kept_E, spread = noise_of(np.concatenate([nights.residuals_E, own_N]))
     correlation = correlation_of(kept_E)
@@ -443,22 +450,22 @@ def _location(levels_K: NDArray[np.float64], spread: float) -> float:
     return mean_of(within(levels_K, middle, 2 * spread))
 
 
-def _split_by_sums(levels_N: NDArray[np.float64]) -> int:
+def _split_by_sums(levels_N: NDArray[np.float64], width: float) -> int:
     """Where two levels fit best, as `_splits` finds it but for ties."""
-    signal_N = _clipped(levels_N)
+    signal_N = _clipped(levels_N, width)
     before_M = np.arange(LEAST_AFTER, len(signal_N) - LEAST_AFTER + 1)
     sums_M = np.cumsum(signal_N - mean_of(signal_N))[before_M - 1]
     return int(before_M[np.argmax(sums_M * sums_M / (before_M * (len(signal_N) - before_M)))])
 
 
-def _splits(levels_N: NDArray[np.float64], many: int, least: int = LEAST_AFTER) -> list[int]:
+def _splits(levels_N: NDArray[np.float64], many: int, width: float) -> list[int]:
     """Where so many steps between levels of so many nights fit best, by least squares."""
     import ruptures  # a second of imports, which most series never need
 
-    signal_N1 = _clipped(levels_N)[:, None]
-    return ruptures.KernelCPD(kernel="linear", min_size=least).fit(signal_N1).predict(n_bkps=many)[:-1]
+    signal_N1 = _clipped(levels_N, width)[:, None]
+    return ruptures.KernelCPD(kernel="linear", min_size=LEAST_AFTER).fit(signal_N1).predict(n_bkps=many)[:-1]
 
 
-def _clipped(levels_N: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What is far outside counts no more than what is just outside."""
-    return within(levels_N, median(levels_N), 20 * noise_of(levels_N)[1])
+def _clipped(levels_N: NDArray[np.float64], width: float) -> NDArray[np.float64]:
+    """What is outside of so many spreads counts no more than what is just outside."""
+    return within(levels_N, median(levels_N), width * noise_of(levels_N)[1])

@@ -386,6 +386,16 @@ def test_bad_nights_that_have_stopped_are_over() -> None:
     assert ["comes and goes" in one.summary for one in found] == [True, False], [one.summary for one in found]
 
 
+@pytest.mark.parametrize("spikes", [1, 3, 6])
+def test_a_few_nights_that_were_far_off_hide_no_step_behind_them(spikes: int) -> None:
+    """They decide where two levels fit best, unless what is far off counts little."""
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        levels_N = rng.normal(0, 0.003, 100) + 0.02 * (np.arange(100) >= 60)
+        levels_N[rng.choice(60, spikes, replace=False)] += 0.7
+        assert [shift.place for shift in find_shifts(levels_N).found if 55 <= shift.place <= 65 and shift.effect > 0.01]
+
+
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3, 0.4])
 @pytest.mark.parametrize("size", [0.01, 0.05, -0.05])
 def test_a_share_of_slow_nights_all_along_is_no_change(share: float, size: float) -> None:
