@@ -195,7 +195,9 @@ def unchanged_elsewhere(state: State, fixed: Collection[str], names: Collection[
             if not stay.isdisjoint(outward(name)) and owner not in within
         }
 
-    stay, within, touched = frozenset(fixed), frozenset(names), frozenset(state.touched)
+    own = {id(state.model.get_submodule(name)) for name in names}  # which may stand under other names, too
+    within = {name for name, module in state.model.named_modules(remove_duplicate=False) if id(module) in own}
+    stay, touched = frozenset(fixed), frozenset(state.touched)
     stage = next(iter(names)) or "the model"
     before, values = look(), PythonValues(state.model, targets, whole=True)
     yield
