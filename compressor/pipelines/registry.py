@@ -60,6 +60,9 @@ def pipeline_that_runs(chosen: str, modifiers: Iterable[Modifier]) -> str:
 
 
 def _chosen(modifiers: Sequence[Modifier], override: str | None, targets: Sequence[str] | None) -> str:
+    if unknown := [one for one in modifiers if one.calibration_need not in _NEEDS]:
+        needed = unknown[0].calibration_need
+        raise RecipeError(f"{unknown[0].label}: calibration is {needed!r}, which does not exist; choose one of {', '.join(_NEEDS)}")
     strongest = max((_NEEDS[modifier.calibration_need] for modifier in modifiers), key=PIPELINES.index, default="data_free")
     if override is None:
         return "sequential" if targets is not None and strongest == "basic" else strongest

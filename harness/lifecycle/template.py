@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from compressor.errors import RecipeError, SchemeError, UserInputError
 from compressor.lifecycle import Modifier
+from compressor.lifecycle.interface import CalibrationNeed
 from compressor.object_reference import resolve, subclass_names
 from compressor.spelling import suggest
 from harness.lifecycle.driving.time_limit import TimeLimitError
@@ -84,7 +85,7 @@ def make_template(modifier: object) -> Modifier:
     if isinstance(modifier, Modifier):
         if any((modifier.initialized, modifier.started, modifier.ended, modifier.finalized)):
             raise UnusableError(f"{modifier.label} has been used already; give a fresh one", is_fault=True)
-        return _copied(modifier)
+        return _with_known_need(_copied(modifier))
     if not isinstance(modifier, type):
         raise UnusableError(f"an object of type {type(modifier).__name__} was given, which is no modifier; give a Modifier", is_fault=True)
     if not issubclass(modifier, Modifier):
@@ -92,7 +93,14 @@ def make_template(modifier: object) -> Modifier:
     if inspect.isabstract(modifier):
         missing = ", ".join(sorted(cast(Any, modifier).__abstractmethods__))
         raise UnusableError(f"{modifier.__qualname__} is abstract; define {missing}", is_fault=True)
-    return _make(modifier)
+    return _with_known_need(_make(modifier))
+
+
+def _with_known_need(made: Modifier) -> Modifier:
+    if made.calibration_need not in (known := get_args(CalibrationNeed)):
+        what = f"{type(made).__qualname__}: its calibration is {made.calibration_need!r}, which does not exist"
+        raise UnusableError(f"{what}; choose one of {', '.join(known)}", is_fault=True)
+    return made
 
 
 def _copied(modifier: Modifier) -> Modifier:

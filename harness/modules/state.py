@@ -66,13 +66,10 @@ def _state_dict_keys(subject: Subject) -> list[str]:
     module = subject.module
     state = module.state_dict()
     findings = [f"{name} is not in the state dict" for name in persistent_names(module) if name not in state]
-    below = nn.ModuleDict({"part": module}).state_dict()
-    findings += [
-        f"{name} has not the prefix {'part.'!r} where the module is 'part' of another" for name in below if not name.startswith("part.")
-    ]
     needed = [name for name in state if name not in non_persistent_names(module)][:MAX_LEFT_OUT]
     wrong = {f"with the unexpected key {PROBE}": PROBE, **{f"without the key {name}": name for name in needed}}
     with untouched(module):
+        findings += _below_another(module)
         for what, name in wrong.items():
             contents = copy.copy(state)  # a copy like this one keeps the versions, which a load may look at
             if contents.pop(name, None) is None:
@@ -85,6 +82,22 @@ def _state_dict_keys(subject: Subject) -> list[str]:
             differing = module.load_state_dict(contents, strict=False)
             findings += [] if name in (*differing.missing_keys, *differing.unexpected_keys) else [f"strict=False does not report {name}"]
     return findings
+
+
+def _below_another(module: nn.Module) -> list[str]:
+    """Save and load it as a part of another module. Changes its tensors, whose values come back."""
+    outer = nn.ModuleDict({"part": module})
+    saved, there = _copied(outer), "where the module is 'part' of another"
+    findings = [f"{name} has not the prefix 'part.' {there}" for name in saved if not name.startswith("part.")]
+    findings += [f"{name} is not in the state dict {there}" for name in persistent_names(module) if f"part.{name}" not in saved]
+    overwrite(module)
+    try:
+        outer.load_state_dict(saved, strict=True)
+    except RuntimeError as error:
+        return [*findings, f"what is saved is not loaded {there}: {' '.join(str(error).split())[:200]}"]
+    after = outer.state_dict()
+    lost = [name for name, value in saved.items() if isinstance(value, Tensor) and not same_bits(value, after[name])]
+    return [*findings, *(f"{name} did not come back {there}" for name in lost)]
 
 
 @_check("module.state_dict_round_trip")

@@ -14,6 +14,7 @@ from harness.modules.tensors import same_bits
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
+_GRADIENT = -0.6171875  # that no forward writes by chance, as zeros and ones are
 _KINDS = ("torch", "process", "class", "hooks", "training", "requires_grad", "grad")
 """What no forward changes. It may write to buffers, as statistics and caches are, and keep what it likes beside them."""
 # Gradients are on, and the mode: None for that in which the module was given.
@@ -41,7 +42,7 @@ def _changes(subject: Subject, may_refuse: bool) -> list[str]:
     parameters = dict(subject.module.named_parameters(remove_duplicate=False))
     for parameter in parameters.values():
         if parameter.requires_grad and parameter.is_leaf:
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = torch.full_like(parameter, _GRADIENT)
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     cut = {f"{name}.weight".lstrip(".") for name, part in subject.module.named_modules() if getattr(part, "max_norm", None) is not None}
     with settings_kept():

@@ -375,6 +375,8 @@ def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str]
         if tensor is not None:
             yield ("requires_grad", where), tensor.requires_grad
             yield ("grad", where), None if tensor.grad is None else Bits(tensor.grad)
+            if key in module._buffers:
+                yield ("attribute", f"{where} in checkpoints"), key not in module._non_persistent_buffers_set
             for attribute, thing in getattr(tensor, "__dict__", {}).items():
                 yield ("attribute", f"{where}.{attribute}"), freeze(thing)
             for kind in _TENSOR_HOOKS:

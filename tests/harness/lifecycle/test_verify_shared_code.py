@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from compressor.errors import TargetError
+from compressor import oneshot
+from compressor.errors import RecipeError, TargetError
 from compressor.lifecycle import Event, Modifier, State
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.lifecycle.driving.snapshot import freeze
@@ -299,6 +300,38 @@ def test_a_run_that_is_refused_after_one_that_was_not_is_no_pass(runs: int) -> N
     assert Outcome.FAIL in outcomes.values()
     assert sum(one is Outcome.PASS for one in outcomes.values()) <= runs - 1, report.to_text()
     assert "a run like one that came to its end before has failed: on_initialize of modifier 0 raised TargetError" in report.to_text()
+
+
+class FlipsWhatIsSaved(Halves):
+    """Says of buffers during a calibration that they are not saved, and takes it back at its end alone."""
+
+    calibration = "sequential"
+
+    def flip(self, state: State) -> None:
+        for module in state.model.modules():
+            module._non_persistent_buffers_set ^= set(module._buffers)
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        self.flip(state)
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.flip(state)
+
+
+def test_what_a_checkpoint_holds_is_rolled_back() -> None:
+    report = verify(FlipsWhatIsSaved, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.rolls_back"])
+    assert "in checkpoints" in report.records[-1].summary and report.records[-1].outcome is Outcome.FAIL, report.to_text()
+
+
+class NeedsMore(Halves):
+    calibration = "required"  # type: ignore[assignment]
+
+
+def test_a_need_that_does_not_exist_is_told() -> None:
+    says = "NeedsMore: its calibration is 'required', which does not exist; choose one of none, own, basic, sequential"
+    assert says in verify(NeedsMore).to_text().replace("\n", " ")
+    with pytest.raises(RecipeError, match="calibration is 'required', which does not exist; choose one of none, own, basic, sequential"):
+        oneshot(TinyModel(8), recipe=[NeedsMore()], dataset=tiny_batches(1)[0])
 
 
 def test_the_first_run_of_a_process_is_held_against_later_ones_whatever_else_is_checked() -> None:

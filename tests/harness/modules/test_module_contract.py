@@ -218,6 +218,18 @@ class ForgetsThePrefix(Layer):
         super()._save_to_state_dict(destination, "", keep_vars)
 
 
+class ForgetsTheDestination(Layer):
+    """Below another module its tensors are in a dict that nobody gets."""
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        return super().state_dict(prefix=prefix, keep_vars=keep_vars)
+
+
+class LoadsWithoutThePrefix(Layer):
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state, "", *rest)
+
+
 class SavesNoBias(Layer):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -470,6 +482,8 @@ PLANTED: dict[type[nn.Module], str] = {
     TakesUnexpectedKeys: "state_dict_keys",
     SavesNoBias: "state_dict_keys",
     ForgetsThePrefix: "state_dict_keys",
+    ForgetsTheDestination: "state_dict_keys",
+    LoadsWithoutThePrefix: "state_dict_keys",
     ForgetsOnLoading: "state_dict_round_trip",
     SavesNoVersion: "state_dict_version",
     LoadsNoVersion: "state_dict_version",

@@ -78,6 +78,16 @@ def test_a_setting_is_told_that_stays_in_one_mode_alone(name: str, training: boo
     assert any(line.startswith(where + says) for line in told.get("module.surroundings", ())), report.to_text()
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_gradient_that_is_written_in_one_mode_alone_is_told_whatever_it_is(value: float) -> None:
+    def write(layer: Any) -> None:
+        if not layer.training:
+            layer.inner.weight.grad = torch.full_like(layer.inner.weight, value)
+
+    report = verify_module(Acts(write).train(), inputs_of())
+    assert report.failed == ("module.surroundings",) and "inner.weight: grad changed" in report.to_text(), report.to_text()
+
+
 def test_an_output_that_follows_the_number_of_calls_is_called_so() -> None:
     report = verify_module(Acts(counts), inputs_of())
     assert set(report.failed) == {"module.deepcopy", "module.state_dict_round_trip"}
