@@ -386,12 +386,12 @@ MISTAKES: dict[str, tuple[str, str]] = {
     ),
     "no branch of a union": (
         HEAD + "    ToyModifier: {scheme: 4}",
-        "ToyModifier.scheme: 4 was given, but input should be a valid string or 4 was given, but input should be a valid dictionary",
+        "ToyModifier.scheme: 4 was given, but input should be a valid string or a valid dictionary",
     ),
     "list for a union": (HEAD + "    ToyModifier:\n      scheme: [1]", "recipe:4: ToyModifier.scheme: [1] was given, but input should be"),
     "error of our own": (
         HEAD + "    ToyModifier:\n      scheme: W5",
-        "recipe:4: ToyModifier.scheme: scheme: 'W5' does not exist; use W4A16",
+        "recipe:4: ToyModifier.scheme: 'W5' does not exist; use W4A16",
     ),
     "rule between settings": (
         HEAD + "    ToyModifier: {start: 3, end: 2}",
