@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from compressor.settings.kinds import Flag, Text, Texts
 from compressor.settings.options import Option, Settings
 from harness.profiles import PROFILES
 from harness.reporting.verdict import Verdict, exit_codes, worst
 from harness.verbs import Command
+
+if TYPE_CHECKING:
+    from harness.checks.run import CheckReport
 
 
 class CheckSettings(Settings):
@@ -45,11 +49,24 @@ def run(settings: CheckSettings) -> Verdict:
     Raises:
         UserInputError: an expected failure without a reason, a check that no subject has, or no subject.
     """
-    from compressor.errors import UserInputError
     from compressor.json_text import to_json
+    from harness.reporting.junit import suites_to_junit
+
+    with contextlib.redirect_stdout(sys.stderr):  # what subjects print must not mix with the reports
+        reports = _reports(settings)
+    if settings.as_json:
+        print(to_json([report.to_dict() for report in reports]), end="")
+    elif settings.junit:
+        print(suites_to_junit((report.subject, report.records) for report in reports), end="")
+    else:
+        print(*(report.to_text() for report in reports), sep="", end="")
+    return worst(report.verdict for report in reports)
+
+
+def _reports(settings: CheckSettings) -> list[CheckReport]:
+    from compressor.errors import UserInputError
     from compressor.object_reference import own_names, resolve
     from harness.checks.run import check
-    from harness.reporting.junit import suites_to_junit
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
     found = resolve(settings.subject, "subject", names=own_names, files=True).value
@@ -68,13 +85,7 @@ def run(settings: CheckSettings) -> Verdict:
     for one, checks, own in asked:
         expected = {name: reasons[name] for name in own}
         reports.append(check(one, checks=checks, expected_failures=expected, profile=settings.profile, draws=not settings.no_draws))
-    if settings.as_json:
-        print(to_json([report.to_dict() for report in reports]), end="")
-    elif settings.junit:
-        print(suites_to_junit((report.subject, report.records) for report in reports), end="")
-    else:
-        print(*(report.to_text() for report in reports), sep="", end="")
-    return worst(report.verdict for report in reports)
+    return reports
 
 
 def _asked(subjects: Sequence[object], wanted: Sequence[str] | None, reasons: Iterable[str]) -> list[tuple[object, list[str] | None]]:
@@ -113,6 +124,6 @@ COMMAND = Command(
     "hold a quantizer, solver, layer, transform, pruner, run or checkpoint against the catalogue",
     CheckSettings,
     run,
-    exit_codes("every check passed or did not apply", "a check failed", "no check applied")
+    exit_codes("every check passed or did not apply", "a check failed", "no check applied, or none but those that fail as expected")
     + "; whatever the code of a subject raises is a finding, sys.exit(0) too, and only an interrupt ends a run",
 )

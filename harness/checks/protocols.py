@@ -384,7 +384,7 @@ class Sparsifier(Protocol):
         name: for reports.
         tags: what it promises: reads_hessian.
         pattern: (n, m): n of m neighbours in a row are kept, such as (2, 4), and n of what is left of a row; None for no pattern.
-        sparsity: share of zeros; for a pattern 1 - n/m.
+        sparsity: share of zeros, above 0 and below 1; for a pattern 1 - n/m.
         scope: "row" where each row has that share of zeros, "tensor" where only the whole has.
         second_order: it reads the Hessian and moves the weights that it keeps, to make up for those that it drops.
         quantize: weight -> the values that the quantizer behind it leaves of a pruned weight; None where nothing comes behind it.
@@ -415,7 +415,7 @@ class ExpertPruner(Protocol):
         kind: "expert_pruner".
         name: for reports.
         tags: what it promises: router_weighted, refits.
-        sparsity: share of the experts of each layer that go, rounded down.
+        sparsity: share of the experts of each layer that go, rounded down; above 0 and below 1.
         architectures: names of `harness trace-audit` that it claims to know.
     """
 

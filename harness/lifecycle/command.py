@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,13 +70,14 @@ def run(settings: VerifySettings) -> Verdict:
     from harness.lifecycle.verify import unusable_report, verify
 
     sys.path.insert(0, str(Path.cwd()))  # a module beside which the command is run, as with `python -m`
-    try:
-        subject = find_subject(settings.modifier, settings.settings or {})
-    except UnusableError as reason:
-        report = unusable_report(settings.modifier.rpartition(":")[2], settings.profile, reason)
-    else:
-        limit = settings.time_limit or TIME_LIMIT
-        report = verify(subject, tags=settings.tag, checks=settings.checks, profile=settings.profile, time_limit=limit)
+    with contextlib.redirect_stdout(sys.stderr):  # what a modifier prints must not mix with the report
+        try:
+            subject = find_subject(settings.modifier, settings.settings or {})
+        except UnusableError as reason:
+            report = unusable_report(settings.modifier.rpartition(":")[2], settings.profile, reason)
+        else:
+            limit = settings.time_limit or TIME_LIMIT
+            report = verify(subject, tags=settings.tag, checks=settings.checks, profile=settings.profile, time_limit=limit)
     print(report.to_json() if settings.as_json else report.to_text(), end="")
     return report.verdict
 

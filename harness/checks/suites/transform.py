@@ -294,7 +294,12 @@ def checkpoint(subject: Transform, context: CheckContext) -> str:
     return ", ".join(_each([*cases, (subject.architectures[0], True)], look))
 
 
-@register(None, "repeats", "A second call makes the same weights of an equal model, whatever seed the caller has", kind="transform")
+@register(
+    None,
+    "repeats",
+    "A second call makes the same of an equal model, in its weights and its output, whatever mode it is in and seed the caller has",
+    kind="transform",
+)
 def repeats(subject: Transform, context: CheckContext) -> str:
     """Transform two equal models of the first architecture; each call finds another seed of the caller's, and the second training mode."""
     first, second = (build(subject.architectures[0], seed=context.seed) for _ in range(2))
@@ -308,6 +313,10 @@ def repeats(subject: Transform, context: CheckContext) -> str:
     differing = sorted((weights.keys() ^ again.keys()) | {name for name in shared if not torch.equal(weights[name], again[name])})
     if differing:
         raise CheckFailed(f"{len(differing)} of {len(weights)} tensors are others after a second call; first: {differing[0]}", differing)
+    here = logits(first, ids)
+    limit = _UNITS * torch.finfo(here.dtype).eps
+    refuse_vacuous(here, limit)
+    _hold(logits(second.eval(), ids), here, limit, "transformed in another mode the model computes something else")
     return f"{len(weights)} tensors, twice"
 
 

@@ -9,6 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from compressor.errors import UserInputError
+from harness import check
+from harness.checks.plain_functions import Pruner
 from harness.cli import main
 
 MODULE = '''
@@ -156,6 +159,34 @@ def test_subjects_without_a_check_are_left_out_and_counted(capsys: pytest.Captur
     assert [row["verdict"] for row in json.loads(capsys.readouterr().out)] == ["pass", "regression"]
     assert main(["check", "users_quantizer:MIXED", "--check", "20"]) == 3
     assert "no check '20' of a quantizer" in capsys.readouterr().err
+
+
+LOUD = """
+import users_quantizer
+print("imported")
+
+class Loud(users_quantizer.MyQuantizer):
+    def quantize(self, weight):
+        print("a call")
+        return super().quantize(weight)
+"""
+
+
+@pytest.mark.parametrize("flag", ["--json", "--junit"])
+def test_what_a_subject_prints_is_no_part_of_the_report(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"loud{flag.strip('-')}.py"
+    path.write_text(LOUD)
+    assert main(["check", f"{path}:Loud", "--check", "5", "--no-draws", flag]) == 0
+    told = capsys.readouterr()
+    assert "imported" in told.err and "a call" in told.err
+    (json.loads if flag == "--json" else ElementTree.fromstring)(told.out)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 1.0, -0.5])
+def test_a_share_that_leaves_nothing_to_choose_is_refused(sparsity: float) -> None:
+    pruner = Pruner(lambda weight, hessian: weight * 0, sparsity=sparsity, tags=frozenset({"reads_hessian"}))
+    with pytest.raises(UserInputError, match=rf"sparsity is {sparsity}, where there is nothing to choose; give a share between 0 and 1"):
+        check(pruner)
 
 
 def test_a_check_that_no_subject_has_is_refused_beside_one_that_some_have(capsys: pytest.CaptureFixture[str]) -> None:

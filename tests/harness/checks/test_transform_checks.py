@@ -270,6 +270,18 @@ MODES = {
 }
 
 
+def test_a_transform_that_leaves_a_hook_out_in_training_mode_is_told():
+    def apply(model, batches):
+        layer = model.model.layers[0].mlp.down_proj
+        layer.weight.mul_(2)
+        if not model.training:
+            layer.register_forward_pre_hook(lambda module, args: (args[0] / 2,))
+
+    online = Online(apply, ["*.0.mlp.down_proj.weight"], architectures=["llama"], tags=frozenset({"invariant_fp", "online"}))
+    (record,) = check(online, checks=["transform.repeats"]).records
+    assert record.outcome is Outcome.FAIL and "in another mode the model computes something else" in record.summary, record.summary
+
+
 @pytest.mark.parametrize("shapes", [False, True])
 def test_what_forwards_keep_beside_the_model_is_told(shapes):
     """A table by shapes is made once; a list grows with every forward."""
