@@ -386,6 +386,12 @@ def test_bad_nights_that_have_stopped_are_over() -> None:
     assert ["comes and goes" in one.summary for one in found] == [True, False], [one.summary for one in found]
 
 
+def test_slow_weekends_are_no_change_and_are_told_where_they_begin() -> None:
+    all_along, begun = ([1.1 if night % 7 > 4 and night >= first else 1.0 for night in range(110)] for first in (0, 60))
+    assert {judge(series(all_along[:nights])).verdict for nights in range(40, 110) if nights % 7} == {Verdict.PASS}
+    assert {judge(series(begun[:nights])).verdict for nights in range(70, 110)} == {Verdict.INCONCLUSIVE}
+
+
 @pytest.mark.parametrize("spikes", [1, 3, 6])
 def test_a_few_nights_that_were_far_off_hide_no_step_behind_them(spikes: int) -> None:
     """They decide where two levels fit best, unless what is far off counts little."""
