@@ -202,7 +202,8 @@ def _kept_tensors(model: nn.Module, ids: Tensor) -> int:
         gc.collect()
         return sum(isinstance(one, Tensor) for one in gc.get_objects())
 
-    more = -after(1) + after(_AGAIN)
+    before = after(1)
+    more = after(_AGAIN) - before
     return more if more >= _AGAIN else 0
 
 
