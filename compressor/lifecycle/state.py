@@ -242,7 +242,7 @@ class State:
         self.token_mask, self.batch_index, self.batch_shape, self.sample_parts = None, None, None, (0,)
 
     def claim(self, names: Iterable[str], modifier: str) -> None:
-        """Note that a modifier will change modules, which no other may.
+        """Note that a modifier will change modules, which no other may claim.
 
         Args:
             names: dotted names of the modules.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import yaml
@@ -193,13 +194,23 @@ def _in_mode(recipe: Recipe, mode: str | None, holds_objects: bool) -> Recipe:
     return Recipe(recipe.stages, recipe.dump())
 
 
+def _made(modifier: Modifier, method: Literal["parts", "followers"]) -> list[Modifier]:
+    """What a modifier makes to stand in its place, or behind it."""
+    found: Any = getattr(modifier, method)()
+    if not isinstance(found, list | tuple) or not all(isinstance(one, Modifier) for one in found):
+        raise RecipeError(f"{modifier.label}: {method}() returned {reprlib.repr(found)}, where a list of modifiers is due; return one")
+    if method == "parts" and not found:
+        raise RecipeError(f"{modifier.label}: parts() returned none, and nothing would do what it asks for; return [self] at least")
+    return list(found)
+
+
 def _in_parts(recipe: Recipe) -> Recipe:
     """Put in the place of each modifier those that do what it asks for; all of them keep its position, for errors."""
     stages = []
     for stage in recipe.stages:
         parts = []
         for modifier in stage.modifiers:
-            for part in modifier.parts():
+            for part in _made(modifier, "parts"):
                 part.index, part.group = modifier.index, modifier.group
                 parts.append(part)
         stages.append(replace(stage, modifiers=tuple(parts)))
@@ -250,7 +261,8 @@ def _followed(recipe: Recipe) -> Recipe:
     stages, changed = [], False
     for stage in recipe.stages:
         known = {type(modifier) for modifier in recipe.modifiers}
-        wanted = [follower for modifier in stage.modifiers for follower in modifier.followers() if type(follower) not in known]
+        made = [follower for modifier in stage.modifiers for follower in _made(modifier, "followers")]
+        wanted = [follower for follower in made if type(follower) not in known]
         for follower in wanted:
             follower.group = stage.modifiers[-1].group
         changed = changed or bool(wanted)

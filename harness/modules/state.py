@@ -61,8 +61,7 @@ def _extra_repr(subject: Subject) -> list[str]:
 
 @_check("module.state_dict_keys", calls=False)
 def _state_dict_keys(subject: Subject) -> list[str]:
-    """The state dict holds every parameter and persistent buffer, below another module under its name there; a strict load refuses a
-    missing and an unexpected key by name."""
+    """The state dict holds every parameter and persistent buffer, below another module, too; a strict load names keys that do not fit."""
     module = subject.module
     state = module.state_dict()
     findings = [f"{name} is not in the state dict" for name in persistent_names(module) if name not in state]

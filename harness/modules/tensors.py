@@ -90,7 +90,8 @@ def non_persistent_names(module: nn.Module) -> set[str]:
     Returns:
         Dotted names of the non-persistent buffers.
     """
-    return {_join(prefix, name) for prefix, part in module.named_modules() for name in part._non_persistent_buffers_set}
+    parts = module.named_modules(remove_duplicate=False)  # each under all of its names
+    return {_join(prefix, name) for prefix, part in parts for name in part._non_persistent_buffers_set}
 
 
 def overwrite(module: nn.Module) -> None:

@@ -172,7 +172,7 @@ class Runner:
             return {}, f"{self._uncommitted} is not as in the commit, or in none"
         other = next(name for name in ended if name not in done)
         if other not in own:
-            return done, f"{other} ran last from another folder, whose result {self.config.history} holds; give each config a history"
+            return done, f"{other} ran last from another folder, or by another config, and {self.config.history} holds that result"
         return done, f"{other} is another command, or looks at other files"
 
     @functools.cached_property

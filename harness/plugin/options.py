@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,9 @@ def check_options(config: pytest.Config) -> None:
     profile = setting(config, "profile")
     if profile and profile not in PROFILES:
         raise pytest.UsageError(f"harness_profile={profile}: does not exist; use one of {', '.join(PROFILES)}")
+    peer = setting(config, "peer_python")
+    if isinstance(peer, Path) and not (peer.is_file() and os.access(peer, os.X_OK)):
+        raise pytest.UsageError(f"--peer-python={peer}: is no program; give the interpreter of an environment with llmcompressor")
     device = setting(config, "device")
     if device not in ("", "auto", "cpu", "cuda") and not _is_device(device):
         raise pytest.UsageError(f"--harness-device={device}: torch knows no such device; say auto, cpu, cuda or cuda:1")

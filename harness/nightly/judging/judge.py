@@ -58,6 +58,9 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     joined = _joined(series)
     found = _judge_each(joined, acceptances, day_of_looking(last.night) if today is None else today)
     worse = max(found, key=lambda place: _weight(found[place]))  # of equal ones that of the last night
+    if found[worse].verdict is Verdict.PASS:  # in all of them: told is where least would show
+        passed = [place for place in found if found[place].verdict is Verdict.PASS]
+        worse = max(passed, key=lambda place: found[place].detectable)
     beside = f"in environment {worse}: " if worse != last.environment else ""
     judged = [place for place in joined if place == worse or not _is_too_short(found[place])]
     used = {*judged, *(one.environment for place in judged for one in joined[place].nights)}

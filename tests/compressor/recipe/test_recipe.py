@@ -883,3 +883,30 @@ def test_files_written_for_llm_compressor_load_unchanged(form: str, tmp_path: Pa
     recipe = load_recipe(str(file))
     assert {type(modifier).__name__ for modifier in recipe.modifiers} == set(re.findall(r"\w+Modifier\b", ITS_FILES[form]))
     assert load_recipe(recipe.dump()) == recipe
+
+
+class MakesOthers(Modifier):
+    made: Any = None
+    behind: Any = ()
+
+    def on_initialize(self, state: State) -> bool:
+        return True
+
+    def parts(self) -> list[Modifier]:
+        return [self] if self.made is None else self.made
+
+    def followers(self) -> list[Modifier]:
+        return self.behind
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"made": [3]}, r"MakesOthers\[0\]: parts\(\) returned \[3\], where a list of modifiers is due; return one"),
+        ({"made": []}, r"MakesOthers\[0\]: parts\(\) returned none, and nothing would do what it asks for; return \[self\] at least"),
+        ({"behind": "GPTQModifier"}, r"MakesOthers\[0\]: followers\(\) returned 'GPTQModifier', where a list of modifiers is due"),
+    ],
+)
+def test_what_a_modifier_makes_in_its_place_or_behind_it_are_modifiers(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        load_recipe([MakesOthers(**settings)])

@@ -791,3 +791,10 @@ def test_a_module_that_was_made_in_inference_mode_is_told_what_it_cannot_do() ->
     before = layer.weight.clone()
     assert "module.state_dict_round_trip" in verify_module(layer, inputs_of()).failed  # torch lets nobody write to its weights
     assert torch.equal(layer.weight, before) and layer.weight.requires_grad
+
+
+def test_a_part_that_stands_twice_may_have_a_buffer_that_is_not_saved() -> None:
+    part = nn.Linear(FEATURES, FEATURES)
+    part.register_buffer("table", torch.ones(FEATURES), persistent=False)
+    report = verify_module(nn.Sequential(part, part), torch.rand(2, FEATURES))
+    assert "module.state_dict_keys" not in report.failed, report.to_text()

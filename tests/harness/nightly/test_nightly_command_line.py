@@ -63,6 +63,19 @@ def test_an_acceptance_that_means_no_change_says_so(history: Path, capsys: pytes
     )
 
 
+@pytest.mark.parametrize("last", ["here", "there"])
+def test_of_two_machines_that_pass_the_one_that_sees_less_is_told(last: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The noise of the one that was written last had been told, as if a step showed on both."""
+    path, rng = tmp_path / "two.sqlite", np.random.default_rng(0)
+    for night in range(40):
+        label = (date(2026, 1, 1) + timedelta(night)).isoformat()
+        for name in sorted(("here", "there"), key=lambda name: name == last):
+            values = np.exp(rng.normal(0, 0.003 if name == "here" else 0.04, 1))
+            History(path).add("slower", values.tolist(), environment=Environment({"machine": name}), night=label)
+    found = json.loads(nightly(capsys, "judge", "--json", "--history", path)[1])["metrics"][0]
+    assert found["verdict"] == "pass" and found["noise"] > 0.02 and found["detectable"] > 0.05
+
+
 @pytest.mark.parametrize("worse", ["here", "there"])
 def test_a_change_on_one_of_two_machines_is_accepted_by_its_night(worse: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It was judged among the changes of the machine that is worst then, which is another one once it is accepted."""

@@ -133,6 +133,8 @@ def test_loosening_needs_a_reason_on_the_command_line(filled) -> None:
         (["--golden-reason=why"], "--golden-reason: does nothing without --golden-update"),
         (["--golden-variant"], "--golden-variant: does nothing without --golden-update"),
         (["--golden-update=new", "--golden-reason= "], "--golden-reason: is blank"),
+        (["--peer-python=nowhere/python3"], "--peer-python=nowhere/python3: is no program"),
+        (["--peer-python="], "--peer-python=.: is no program"),
     ],
 )
 def test_flags_that_would_do_nothing_are_refused(project, arguments: list[str], message: str) -> None:
