@@ -353,8 +353,8 @@ class Recorder(TorchDispatchMode):
     def _outputs(self, func: Any, result: Any, place: str) -> list[Tensor]:
         leaves = [leaf for leaf in tree_leaves(result) if leaf is not None]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        # Sizes, as attention on a GPU returns its longest sequence, follow from shapes, which are the same in every replay.
-        if len(leaves) - len(tensors) > _returned_sizes(func):
+        # Sizes, as attention on a GPU returns its longest sequence, and dtypes follow from shapes and dtypes, the same in every replay.
+        if len(leaves) - len(tensors) > _returned_facts(func):
             raise HostReadError(f"{place} returned values to the host, which would be frozen; keep them tensors")
         _refuse_layout(tensors, place)
         return tensors
@@ -409,9 +409,12 @@ def _has_mask(given: Sequence[Any]) -> bool:
     return any(isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in given)
 
 
-def _returned_sizes(func: Any) -> int:
-    """Count the results of an operator that are sizes by its schema, whose text alone still tells them from other integers."""
-    return str(func._schema).rpartition("->")[2].count("SymInt")
+def _returned_facts(func: Any) -> int:
+    """Count the results of an operator that are sizes or dtypes by its schema, whose text alone still tells them from other integers."""
+    given, _, results = str(func._schema).rpartition("->")
+    if "Tensor" not in given:  # as `torch.can_cast`, which is handed dtypes alone
+        return len(func._schema.returns)
+    return results.count("SymInt") + results.count("ScalarType")
 
 
 def _refuse_layout(tensors: Sequence[Any], place: str) -> None:

@@ -632,3 +632,18 @@ def test_sizes_that_an_operator_returns_beside_its_tensors_are_no_values_of_the_
     with pytest.raises(HostReadError, match=r"counted\.default returned values to the host"):
         for number in range(4):
             trainer.train_step(batches(number))
+
+
+def _of_dtypes(x: Tensor) -> Tensor:
+    wide = torch.promote_types(torch.result_type(x, 1.0), torch.float32)
+    return x.to(wide) if torch.can_cast(torch.float32, wide) else x
+
+
+def test_dtypes_that_torch_makes_of_dtypes_are_no_values_of_the_host(mlp_trainer, batches):
+    """As observers ask for, which fake quantization calls in every step."""
+    losses = {}
+    for mode in ("eager", "capture", "replay"):
+        torch.manual_seed(0)
+        trainer = mlp_trainer(Hazard(lambda module, h: h + _of_dtypes(h.detach())), mode=mode)
+        losses[mode] = [trainer.train_step(batches(number)).item() for number in range(6)]
+    assert losses["eager"] == losses["capture"] == losses["replay"]
