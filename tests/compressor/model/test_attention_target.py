@@ -93,7 +93,8 @@ def test_blocks_of_one_weight_and_experts_of_other_names_are_read_back(name: str
     oneshot(model, recipe=QuantizationModifier(**groups(FP8, kind)), dataset=list(ids), output_dir=tmp_path / "out")
     again = load_compressed(tmp_path / "out", device="cpu")
     with torch.inference_mode():
-        assert torch.equal(again(ids).logits, model(ids).logits)
+        # Experts are fused in memory and apart when loaded, whose products some kernels (of AVX2) add up in another order.
+        torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
