@@ -411,9 +411,9 @@ def _has_mask(given: Sequence[Any]) -> bool:
 
 def _returned_facts(func: Any) -> int:
     """Count the results of an operator that are sizes or dtypes by its schema, whose text alone still tells them from other integers."""
-    given, _, results = str(func._schema).rpartition("->")
-    if "Tensor" not in given:  # as `torch.can_cast`, which is handed dtypes alone
-        return len(func._schema.returns)
+    if func is torch.ops.aten.can_cast.default:  # a truth value, of two dtypes
+        return 1
+    results = str(func._schema).rpartition("->")[2]
     return results.count("SymInt") + results.count("ScalarType")
 
 

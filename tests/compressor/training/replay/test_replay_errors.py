@@ -647,3 +647,15 @@ def test_dtypes_that_torch_makes_of_dtypes_are_no_values_of_the_host(mlp_trainer
         trainer = mlp_trainer(Hazard(lambda module, h: h + _of_dtypes(h.detach())), mode=mode)
         losses[mode] = [trainer.train_step(batches(number)).item() for number in range(6)]
     assert losses["eager"] == losses["capture"] == losses["replay"]
+
+
+_SIZES.define("counter(int start) -> int")
+_SIZES.impl("counter", lambda start: start + 1, "CompositeExplicitAutograd")
+
+
+def test_a_value_that_an_operator_makes_without_a_tensor_is_one_of_the_host(mlp_trainer, batches):
+    """It may come from anywhere, and would be frozen."""
+    trainer = mlp_trainer(Hazard(lambda module, h: h * torch.ops.sizes_of_tests.counter(1)))
+    with pytest.raises(HostReadError, match=r"counter\.default returned values to the host"):
+        for number in range(4):
+            trainer.train_step(batches(number))
