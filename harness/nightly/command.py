@@ -344,7 +344,7 @@ COMMAND = Actions(
             "say which metrics are worse, since when, by how much",
             JudgeSettings,
             _judge,
-            exit_codes("no metric is worse", "one is", "too few nights"),
+            exit_codes("no metric is worse", "one is", "nights are too few, or too noisy, to tell"),
         ),
         "add": Command("write what was measured of a metric tonight", AddSettings, _add, exit_codes("written; judge says what it means")),
         "history": Command("list the nights", ShownSettings, _nights, exit_codes("listed")),
@@ -359,7 +359,11 @@ COMMAND = Actions(
             "write the last night as pages with trends, JUnit and Markdown",
             ReportSettings,
             _report,
-            exit_codes("no metric is worse, every cell passed", "a metric is worse, or a cell failed", "too few nights"),
+            exit_codes(
+                "every cell passed, no metric is worse",
+                "a metric is worse, or a cell failed",
+                "a cell could not tell, or fails in quarantine; or no cell ran, and nights are too few, or too noisy",
+            ),
         ),
         "simulate": Command(
             "measure false alarms and nights to detection on simulated histories", SimulateSettings, _simulate, exit_codes("measured")

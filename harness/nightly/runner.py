@@ -70,6 +70,14 @@ class Night:
         quarantined = row.cell in self.flaky and row.outcome != CellOutcome.PASS
         return Verdict.INCONCLUSIVE if quarantined else CellOutcome(row.outcome).verdict
 
+    def summary_of(self, row: CellRow) -> str:
+        """Return what was found of a cell, behind the evidence where it is in quarantine."""
+        return f"quarantined: {self.flaky[row.cell]}; {row.summary}" if row.cell in self.flaky else row.summary
+
+    def counts(self, judgement: Judgement) -> bool:
+        """Return whether the verdict takes in what is said of a metric: too few nights do not count beside cells, or what is worse."""
+        return judgement.verdict is not Verdict.INCONCLUSIVE or (not self.rows and self.verdict is Verdict.INCONCLUSIVE)
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON types."""
         return {

@@ -42,10 +42,9 @@ def show_night(found: Night) -> None:
 
     rows = []
     for row in found.rows:
-        quarantined = f"quarantined: {found.flaky[row.cell]}; " if row.cell in found.flaky else ""
         style = "green" if row.outcome == "pass" else "bold red"
-        outcome = Text(row.outcome, style="yellow" if quarantined else style)
-        rows.append((_name(row.cell), outcome, f"{row.seconds:.1f}", f"{row.memory / (1 << 30):.2f}", Text(quarantined + row.summary)))
+        outcome = Text(row.outcome, style="yellow" if row.cell in found.flaky else style)
+        rows.append((_name(row.cell), outcome, f"{row.seconds:.1f}", f"{row.memory / (1 << 30):.2f}", Text(found.summary_of(row))))
     table = plain_table(("cell", "outcome", "seconds", "GiB", "found"), rows, is_lined=True)
     worse = [f"{one.metric}: {one.summary}" for one in found.judgements if one.verdict is Verdict.REGRESSION]
     few = [one for one in found.judgements if one.verdict is Verdict.INCONCLUSIVE]

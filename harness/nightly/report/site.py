@@ -81,19 +81,23 @@ def records_of(night: Night) -> list[CheckRecord]:
         night: what was found.
 
     Returns:
-        A record a cell, then a record a metric. A cell in quarantine is inconclusive.
+        A record a cell, then a record a metric. A cell in quarantine is inconclusive; a metric of which nothing can be told is skipped
+        where the night's verdict passes over it, so that a CI server agrees with the exit code.
     """
     cells = [
         CheckRecord(
             f"cell.{row.cell}",
             f"{row.cell} passes",
             Outcome.SKIP if row.outcome == CellOutcome.SKIPPED else _OUTCOMES[night.verdict_of(row)],
-            f"{row.outcome}: {row.summary}",
+            f"{row.outcome}: {night.summary_of(row)}",
         )
         for row in night.rows
     ]
     metrics = [
-        CheckRecord(f"metric.{one.metric}", f"{one.metric} is no worse", _OUTCOMES[one.verdict], one.summary) for one in night.judgements
+        CheckRecord(
+            f"metric.{one.metric}", f"{one.metric} is no worse", _OUTCOMES[one.verdict] if night.counts(one) else Outcome.SKIP, one.summary
+        )
+        for one in night.judgements
     ]
     return cells + metrics
 
@@ -109,8 +113,7 @@ def summary_of(night: Night) -> str:
     head += f", of {len(few)} nothing can be told yet." if few else "."
     lines = [f"- {code_span(one.metric)}: {code_span(one.summary)}" for one in (*worse, *(one for one in few if one.is_long))]
     for row in not_passed:
-        how = f"{row.outcome}{' (quarantined)' if row.cell in night.flaky else ''}"
-        lines.append(": ".join(filter(None, (f"- {code_span(row.cell)}", how, code_span(row.summary)))))
+        lines.append(": ".join(filter(None, (f"- {code_span(row.cell)}", row.outcome, code_span(night.summary_of(row))))))
     return "\n".join([head, *([""] if lines else []), *lines]) + "\n"
 
 
@@ -122,7 +125,7 @@ def _index_page(night: Night, trends: list[Trend]) -> str:
         ("nothing can be told", str(counts[Verdict.INCONCLUSIVE]), "too few nights, too much noise, another machine"),
         ("nights", str(len({one.night for trend in trends for one in trend.series})), f"until {night.night}"),
     ]
-    cells = [(row, night.verdict_of(row), night.flaky.get(row.cell)) for row in night.rows]
+    cells = [(row, night.verdict_of(row), night.summary_of(row)) for row in night.rows]
     metrics = [(one, f"metrics/{page_of(one.name)}", _plot(one, small=True)) for one in trends]
     data = {"night": night, "sentence": _SENTENCES[night.verdict], "tiles": tiles, "cells": cells, "metrics": metrics}
     return render("nightly.html.j2", data)

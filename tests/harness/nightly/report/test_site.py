@@ -82,6 +82,33 @@ def test_what_cannot_be_told_although_there_are_nights_enough_is_named(tmp_path:
     assert "`young`" not in summary
 
 
+@pytest.mark.parametrize(("has_cells", "is_worse", "tag"), [(True, False, "skipped"), (False, True, "skipped"), (False, False, "error")])
+def test_too_few_nights_are_an_error_to_a_ci_server_only_where_they_decide_the_exit_code(
+    has_cells: bool, is_worse: bool, tag: str, tmp_path: Path
+) -> None:
+    history = History(tmp_path / "h.sqlite")
+    for night in range(50 if is_worse else 2):
+        history.add("known", [1.0 + night % 5 / 1000 + 0.1 * (night > 40)], environment=HERE, night=label(night))
+    last = label(49 if is_worse else 1)
+    history.add("young", [1.0], environment=HERE, night=last)
+    if has_cells:
+        history.add_cell(CellRow(last, HERE.digest, "f" * 40, "c", 1, "pass", 2.0, 1, ""), [], environment=HERE)
+    site, night = write_site(history, tmp_path / "site")
+    cases = {case.get("name"): [child.tag for child in case] for case in ElementTree.parse(site.parent / "junit.xml").iter("testcase")}
+    assert cases["metric.young"] == [tag]
+    assert (night.verdict is Verdict.INCONCLUSIVE) is (tag == "error")
+
+
+def test_the_evidence_of_a_quarantine_stands_in_every_file(tmp_path: Path) -> None:
+    history = History(tmp_path / "h.sqlite")
+    for revision in "ab":
+        for night, outcome in enumerate(("pass", "error")):
+            history.add_cell(CellRow(label(night), HERE.digest, revision * 40, "c", 1, outcome, 2.0, 1, "its log"), [], environment=HERE)
+    site, _ = write_site(history, tmp_path / "site")
+    for name in ("index.html", "junit.xml", "summary.md", "night.json"):
+        assert "passes and fails at the same revision in 2 of 2" in (site.parent / name).read_text(), name
+
+
 LINES = {
     "<img src=x> **well** [pass](http://e.vil) @all": "`<img src=x> **well** [pass](http://e.vil) @all`",
     "`</code>` <b>": "`` `</code>` <b> ``",
