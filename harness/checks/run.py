@@ -132,7 +132,7 @@ def _check_declared(subject: object, members: Iterable[str]) -> None:
         value = _read(f"{label}.{name}", partial(getattr, subject, name))
         if name in known and value is not None and value not in list(known[name]):
             raise UserInputError(f"check: {label}.{name} is {value!r}, which is none that is known; {suggest(str(value), known[name])}")
-        if name == "sparsity" and not (isinstance(value, Real) and 0 < value < 1):
+        if name == "sparsity" and not (isinstance(value, Real) and 0 < float(value) < 1):
             raise UserInputError(f"check: {label}.sparsity is {value!r}, where there is nothing to choose; give a share between 0 and 1")
         if name in ("code_values", "dtypes", "ranks", "architectures") and isinstance(value, Sized) and not len(value):
             raise UserInputError(f"check: {label}.{name} is empty; name at least one")

@@ -124,8 +124,10 @@ def _call(subject: Subject) -> CheckRecord:
 def _run(check: ModuleCheck, subject: Subject) -> CheckRecord:
     with untouched(subject.module), settings_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch warns of while it is probed is not the caller's concern
+        subject.not_seen.clear()
         try:
-            return check.claim.found(check.run(subject), "as torch promises", noun="deviation")
+            findings = check.run(subject)
+            return check.claim.found(findings, "; ".join(["as torch promises", *subject.not_seen]), noun="deviation")
         except NotApplicableError as reason:
             return check.claim.skipped(str(reason))
         except KeyboardInterrupt:

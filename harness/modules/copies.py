@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from harness.modules.subject import PROBE, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
-from harness.modules.tensors import FLOATS, all_tensors, known_tensors, overwrite, same_bits, share_memory
+from harness.modules.tensors import FLOATS, Held, all_tensors, known_tensors, non_persistent_names, overwrite, same_bits, share_memory
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
@@ -21,7 +21,7 @@ _check = collect(CHECKS)
 
 @_check("module.deepcopy")
 def _deepcopy(subject: Subject) -> list[str]:
-    """A deep copy is equal, computes the same from its own tensors, and shares none with the original."""
+    """A deep copy is equal, with what trains, is shared and is saved; it computes the same from tensors of its own."""
     module = subject.module
     with untouched(module):
         twin = copy.deepcopy(module)
@@ -34,6 +34,9 @@ def _deepcopy(subject: Subject) -> list[str]:
         for name in tensors.keys() & others.keys():
             findings += [] if same_bits(tensors[name], others[name]) else [f"{name} differs in the copy"]
             findings += [f"{name} is shared with the copy"] if share_memory(tensors[name], others[name]) else []
+        findings += [f"{line} in the copy" for line in Held.of(module).unlike(Held.of(twin))]
+        left_out, others_left_out = non_persistent_names(module), non_persistent_names(twin)
+        findings += [f"the state dict of only one of the two has {name}" for name in sorted(left_out ^ others_left_out)]
         modes, other_modes = ([part.training for part in each.modules()] for each in (module, twin))
         findings += [] if modes == other_modes else ["the copy is not in the same mode"]
         module.eval()
@@ -51,11 +54,11 @@ def _deepcopy(subject: Subject) -> list[str]:
 
 @_check("module.to_dtype")
 def _to_dtype(subject: Subject) -> list[str]:
-    """`to(dtype)` converts floating-point parameters and buffers and no others, returns the module, and it runs in that dtype.
+    """`to(dtype)` rounds floating-point parameters and buffers, changes nothing else, and returns the module, which runs in that dtype.
 
     Complex numbers may stay, or become real, as torch makes them. 8-bit floats are codes rather than numbers to compute with: they may
     stay or be converted. So may what a module names in `kept_dtypes`: buffers whose dtype is part of a file format. What torch's functions
-    do not take is torch's own limit.
+    do not take is torch's own limit, and so is a buffer under two names, of which it makes two.
     """
     module = subject.module
     known = [*known_tensors(module).values(), *(leaf for leaf in tree_leaves(subject.given) if isinstance(leaf, Tensor))]
@@ -64,18 +67,31 @@ def _to_dtype(subject: Subject) -> list[str]:
         raise NotApplicableError("it computes with complex numbers alone")
     new = torch.bfloat16 if old is not torch.bfloat16 else torch.float32
     with untouched(module):
-        before = {name: tensor.dtype for name, tensor in known_tensors(module).items()}
+        held = Held.of(module)
+        values = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}
+        before = {name: tensor.dtype for name, tensor in values.items()}
         kept = {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
+        findings += [f"{line} by to({new})" for line in held.unlike(Held.of(module))]
         for name, tensor in known_tensors(module).items():
+            if name not in before:
+                continue
             is_number = before[name].is_floating_point or before[name].is_complex
             allowed = {new} if before[name] in FLOATS else {before[name], new} if is_number else {before[name]}
             allowed |= {before[name]} if name in kept else set()
             findings += [] if tensor.dtype in allowed else [f"{name} went from {before[name]} to {tensor.dtype} where {new} was asked for"]
-
+            findings += [] if _is_rounded(values[name], tensor.detach()) else [f"{name} has other values in {tensor.dtype}"]
         if not findings:
             _run_in(new, old or torch.float32, subject)
     return findings
+
+
+def _is_rounded(value: Tensor, now: Tensor) -> bool:
+    """Whether numbers are those before in another dtype, within its rounding; in the same one, whether all bits are."""
+    if value.dtype == now.dtype or value.is_complex():
+        return value.dtype != now.dtype or same_bits(value, now)
+    eps = torch.finfo(now.dtype).eps
+    return value.shape == now.shape and torch.allclose(now.double(), value.to(now.dtype).double(), rtol=eps, atol=0.0, equal_nan=True)
 
 
 class _LimitsOfTorch(TorchFunctionMode):
@@ -127,15 +143,21 @@ def _run_in(new: torch.dtype, old: torch.dtype, subject: Subject) -> None:
 
 @_check("module.to_device")
 def _to_device(subject: Subject) -> list[str]:
-    """`to(device)` moves every tensor, and returns the module, which runs there; without a second device only the move is seen."""
+    """`to(device)` moves every tensor as it is, and returns the module, which runs there; without a second device only the move is seen."""
     module = subject.module
     devices = {tensor.device.type for tensor in all_tensors(module).values()}
     target = torch.device("cpu" if "cuda" in devices else "cuda" if torch.cuda.is_available() else "meta")
     with untouched(module):
+        held, values = Held.of(module), {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
         findings = [] if module.to(target) is module else ["to(device) did not return the module"]
+        findings += [f"{line} by to({target.type!r})" for line in held.unlike(Held.of(module))]
         left = [name for name, tensor in all_tensors(module).items() if tensor.device.type != target.type]
         findings += [f"{name} stayed behind when the module went to {target.type}" for name in left]
         if target.type != "meta" and not findings:
+            there = known_tensors(module)
+            findings += [
+                f"{name} has other values on {target.type}" for name in values if not same_bits(values[name], there[name].detach())
+            ]
             run(module, *tree_map_only(Tensor, lambda tensor: tensor.to(target), subject.inputs()))
     return findings
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.modules.subject import PROBE, ModuleCheck, Subject, collect, untouched
-from harness.modules.tensors import non_persistent_names, overwrite, persistent_names, same_bits
+from harness.modules.tensors import known_tensors, non_persistent_names, overwrite, persistent_names, same_bits
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
@@ -61,10 +61,15 @@ def _extra_repr(subject: Subject) -> list[str]:
 
 @_check("module.state_dict_keys", calls=False)
 def _state_dict_keys(subject: Subject) -> list[str]:
-    """The state dict holds every parameter and persistent buffer, below another module, too; a strict load names keys that do not fit."""
+    """The state dict holds each parameter and persistent buffer as it is, below another module, too; a strict load names what misfits."""
     module = subject.module
-    state = module.state_dict()
+    state, tensors = module.state_dict(), known_tensors(module)
     findings = [f"{name} is not in the state dict" for name in persistent_names(module) if name not in state]
+    findings += [
+        f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, and in the state dict it is {_described(state[name])}"
+        for name in persistent_names(module)
+        if name in state and not same_bits(tensors[name].detach(), state[name])
+    ]
     needed = [name for name in state if name not in non_persistent_names(module)][:MAX_LEFT_OUT]
     wrong = {f"with the unexpected key {PROBE}": PROBE, **{f"without the key {name}": name for name in needed}}
     with untouched(module):
@@ -81,6 +86,10 @@ def _state_dict_keys(subject: Subject) -> list[str]:
             differing = module.load_state_dict(contents, strict=False)
             findings += [] if name in (*differing.missing_keys, *differing.unexpected_keys) else [f"strict=False does not report {name}"]
     return findings
+
+
+def _described(saved: object) -> str:
+    return f"{saved.dtype} {list(saved.shape)} of other bits" if isinstance(saved, Tensor) else f"of {type(saved)}"
 
 
 def _below_another(module: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -49,10 +49,12 @@ class Subject:
     Attributes:
         module: the module itself.
         given: the caller's inputs, positional and keyword ones; a forward gets copies, since it may write to what it is given.
+        not_seen: what the check that runs could not look at, in words.
     """
 
     module: nn.Module
     given: tuple[tuple[Any, ...], dict[str, Any]]
+    not_seen: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, module: object, inputs: object) -> Subject:
@@ -134,7 +136,17 @@ class Subject:
                 raise NotApplicableError(f"forward takes {name!r} without a name")
         if not bound.arguments:
             raise NotApplicableError("forward takes no input")
+        if self.module._forward_pre_hooks:
+            self._refuse_unless_taken(dict(bound.arguments))
         return dict(bound.arguments)
+
+    def _refuse_unless_taken(self, kwargs: dict[str, Any]) -> None:
+        """A hook of the module's own may read positional inputs, which a call by names does not give it."""
+        try:
+            run(self.module, (), copy.deepcopy(kwargs))
+        except Exception as error:
+            why = f"beside a pre-hook of its own it does not take its inputs by name: {type(error).__name__}: {error}"
+            raise NotApplicableError(why) from error
 
     def in_order(self) -> tuple[Any, ...]:
         """Return all inputs as positional ones.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy
 import torch
 
-from compressor.random_state import random_numbers_kept
+from compressor.random_state import foreign_random, random_numbers_kept
 from harness.lifecycle.driving.oracle_run import list_differences
 from harness.lifecycle.driving.snapshot import Difference, Snapshot
 from harness.lifecycle.driving.torch_settings import modes_aside
@@ -26,19 +29,25 @@ def _surroundings(subject: Subject) -> list[str]:
     """A forward leaves parameters, gradients, requires_grad, modes, hooks, classes, torch's settings and the process as they were."""
     findings: list[str] = []
     told: set[str] = set()
+    refused: dict[str, None] = {}
     for with_gradients, mode in _WAYS:
         how = f"a forward {'with' if with_gradients else 'without'} gradients" + ("" if mode is None else f" in training={mode}")
         with torch.set_grad_enabled(with_gradients), untouched(subject.module), settings_kept():
             if mode is not None:
                 subject.module.train(mode)
-            changes = _changes(subject, may_refuse=mode is not None)
+            changes, refusal = _changes(subject)
+        if refusal is not None and mode is None:
+            raise refusal
+        if refusal is not None:  # one for inference alone may refuse to train, with any class
+            refused[f"training={mode} was not looked at to the end, since the forward raises {type(refusal).__name__}: {refusal}"] = None
         findings += [f"{how} {what}" for what in changes if mode is None or what not in told]
         told.update(changes)
+    subject.not_seen += refused
     return findings
 
 
-def _changes(subject: Subject, may_refuse: bool) -> list[str]:
-    """What a forward changes, in words; an embedding may cut the norms of its weight, if it has a max_norm."""
+def _changes(subject: Subject) -> tuple[list[str], Exception | None]:
+    """What a forward changes, in words, and what it raises; an embedding may cut the norms of its weight, if it has a max_norm."""
     parameters = dict(subject.module.named_parameters(remove_duplicate=False))
     for parameter in parameters.values():
         if parameter.requires_grad and parameter.is_leaf:
@@ -46,37 +55,36 @@ def _changes(subject: Subject, may_refuse: bool) -> list[str]:
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     cut = {f"{name}.weight".lstrip(".") for name, part in subject.module.named_modules() if getattr(part, "max_norm", None) is not None}
     with settings_kept():
-        kept = _kept_changes(subject, may_refuse)
-    if kept is None:
-        return []
+        kept, refusal = _kept_changes(subject)
     now = dict(subject.module.named_parameters(remove_duplicate=False))
     others = [name for name, parameter in parameters.items() if now.get(name) is not parameter]
     with modes_aside():  # those that the forward has left on are told
         written = [
             name for name, value in values.items() if name not in {*others, *cut} and not same_bits(parameters[name].detach(), value)
         ]
-    return [
+    seeds = [] if refusal else _reseeded(subject)
+    changes = [
         *([f"changed {list_differences(kept)}"] if kept else []),
         *([f"put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []),
         *([f"changed the values of parameters: {', '.join(written[:5])}"] if written else []),
-        *(["seeds torch's generator, so that whatever draws after it draws the same numbers every time"] if _reseeds(subject) else []),
+        *(f"seeds {whose} generator, so that whatever draws after it draws the same numbers every time" for whose in seeds),
     ]
+    return changes, refusal
 
 
-def _kept_changes(subject: Subject, may_refuse: bool) -> list[Difference] | None:
-    """What is not as it was after the first forward in a mode, of what is to stay; None for a module that does not run in it."""
+def _kept_changes(subject: Subject) -> tuple[list[Difference], Exception | None]:
+    """What is not as it was after the first forward in a mode, of what is to stay, and what the forward has raised."""
     begin, process = Snapshot(subject.module), Snapshot.of_process()
-    buffers = _buffers(subject)
+    buffers, refusal = _buffers(subject), None
     try:
         subject.call()
-    except Exception:  # one for inference alone may refuse to train, with any class
-        if may_refuse:
-            return None
-        raise
+    except Exception as error:  # noqa: BLE001 - a module may refuse to run in a mode, in any way; it is told
+        refusal = error
     found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
     now = _buffers(subject)
     came_or_went = {name for name in buffers.keys() ^ now.keys() if not {**buffers, **now}[name]}
-    return [one for one in found if one.kind in _KINDS and not (one.kind in ("requires_grad", "grad") and one.where in came_or_went)]
+    found = [one for one in found if one.kind in _KINDS and not (one.kind in ("requires_grad", "grad") and one.where in came_or_went)]
+    return found, refusal
 
 
 def _buffers(subject: Subject) -> dict[str, bool]:
@@ -84,13 +92,17 @@ def _buffers(subject: Subject) -> dict[str, bool]:
     return {name: buffer.requires_grad for name, buffer in subject.module.named_buffers(remove_duplicate=False)}
 
 
-def _reseeds(subject: Subject) -> bool:
-    """Whether the generator ends at the same place from two beginnings; a forward that only draws keeps them apart."""
+def _reseeded(subject: Subject) -> list[str]:
+    """Whose generators end at the same place from two beginnings; a forward that only draws keeps them apart."""
     ends = []
     for seed in (1, 2):
         with untouched(subject.module), random_numbers_kept():
             torch.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)
             args, kwargs = subject.inputs()
             subject.module(*args, **kwargs)
-            ends.append(torch.get_rng_state())
-    return torch.equal(*ends)
+            with modes_aside():
+                foreign = foreign_random()
+                ends.append({"torch's": torch.get_rng_state().tolist(), "Python's": foreign.python, "numpy's": foreign.numpy})
+    return [whose for whose in ends[0] if ends[0][whose] == ends[1][whose]]

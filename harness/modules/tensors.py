@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,6 +68,44 @@ def known_tensors(module: nn.Module) -> dict[str, Tensor]:
         Dotted name -> tensor; a shared one under each of its names.
     """
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What torch knows of the tensors of a module beside their values, which a copy or a conversion keeps.
+
+    Attributes:
+        trains: name -> requires_grad, of parameters and buffers.
+        first_names: name -> the first name of the same parameter.
+    """
+
+    trains: Mapping[str, bool]
+    first_names: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Held:
+        """Look at a module and its descendants."""
+        first: dict[int, str] = {}
+        names = {name: first.setdefault(id(one), name) for name, one in module.named_parameters(remove_duplicate=False)}
+        return cls({name: tensor.requires_grad for name, tensor in known_tensors(module).items()}, names)
+
+    def unlike(self, other: Held) -> list[str]:
+        """Say in which names another one differs.
+
+        Args:
+            other: what came of it.
+
+        Returns:
+            A line each.
+        """
+        names = [name for name in self.trains if name in other.trains]
+        both = [name for name in self.first_names if name in other.first_names]
+        return [
+            *(f"{name} is lost" for name in self.trains if name not in other.trains),
+            *(f"{name} is added" for name in other.trains if name not in self.trains),
+            *(f"{name}: requires_grad became {other.trains[name]}" for name in names if self.trains[name] != other.trains[name]),
+            *(f"{name} is the parameter of other names than before" for name in both if self.first_names[name] != other.first_names[name]),
+        ]
 
 
 def persistent_names(module: nn.Module) -> list[str]:

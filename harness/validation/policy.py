@@ -57,6 +57,10 @@ class Policy(SettingsPart):
         0.8,
         description="|<w, q> / <w, w> - 1| of a row or column (or what chance leaves it): 0 if faithful, 1 if dead or random",
     )
+    max_row_error: Positive = Field(
+        5.0,
+        description="mean squared error in steps of a row that has lost half of its squares, in medians of the weight's rows",
+    )
     max_run_noise: Positive = Field(20.0, description="squared error of 8 neighbouring weights, in units of what their columns have")
     allow_unserved_schemes: bool = Field(False, description="a scheme that the server has no kernel for is good enough")
     tensor_parallel: Annotated[int, Field(ge=1, le=1024)] = Field(1, description="GPUs among which a server divides each layer")

@@ -1,9 +1,11 @@
 """What damage shows in a quantized weight where nobody noted what was written: rows that are dead, random or another's, and spoilt words.
 
-Two statistics, each of which a sound quantizer keeps within bounds whatever the weight looks like (see `Policy`):
+Three statistics, each of which a sound quantizer keeps within bounds whatever the weight looks like (see `Policy`):
 
 * the gain of a row, <w, q> / <w, w>. Rounding errors are nearly orthogonal to the weight, so it lies close to 1; of a row of zeros it is 0,
   of a random row, or of the row of another neuron, about 0.
+* the squared error of a row in rounding steps, beside that of the other rows. A random row may have a gain far from 0 by chance, and one
+  that is like another a gain of its own; both are many times as far from the base's as the other rows are.
 * the noise of eight neighbouring weights, which share one or two stored words. An error counts in units of its rounding step and of its
   row's noise, relative to the errors of its column: a second-order solver makes large errors in columns that hardly matter, but in all
   rows alike. Values cut off at the end of the range do not count. A sound weight has 1 on average.
@@ -74,7 +76,7 @@ class ColumnNoise:
     row_errors: list[np.ndarray] = field(default_factory=list)
     """Of each row so far the count, the sum and the sum of squares of its errors in steps, blocks of [R, 3]."""
 
-    def add(self, w: np.ndarray, q: np.ndarray, step: np.ndarray, is_cut: np.ndarray) -> None:
+    def add(self, w: np.ndarray, q: np.ndarray, step: np.ndarray, is_cut: np.ndarray) -> np.ndarray:
         """Take in some rows.
 
         Args:
@@ -82,6 +84,9 @@ class ColumnNoise:
             q: the decoded ones.
             step: rounding steps.
             is_cut: values that were cut off at the end of the range.
+
+        Returns:
+            Their errors in steps, [R, C]; 0 for values that were cut off.
         """
         self.num_rows += len(w)
         self.signal = self.signal + (w * w).sum(0)
@@ -98,6 +103,7 @@ class ColumnNoise:
                 mean = (error @ member) / count
                 chance = MIN_DEVIATION * np.sqrt((np.square(error) @ member / count - np.square(mean)).clip(min=0) / count)
                 self.shifts.append(np.where((count >= _MIN_VALUES) & (np.abs(mean) > chance), mean, 0.0))
+        return error
 
     def _off(self, max_error: float) -> np.ndarray:
         """Columns whose gain is too far from 1 for chance and for rounding, bool [C]."""
@@ -185,6 +191,7 @@ RUN = 8
 """Neighbouring columns whose noise is judged together."""
 
 _ELEMENTS_AT_ONCE = 1 << 22
+_LOST = 0.5  # of the squares of a row, from which on an error is no rounding at any width
 _FAINT = 0.5  # rows below this share of a step that they do not have to themselves round to nothing, rightly
 
 
@@ -199,6 +206,7 @@ class RowNoise:
         least_error: a gain within this distance from 1 is chance.
         flat: rows of one code throughout that are farther from the base's than zeros would be, bool [R]: a zeroed row where codes are
             stored with an offset, whose gain is chance.
+        squares: mean squared error in steps of each row, [R]; values that were cut off count as rounded.
         num_columns: C.
         noise: of the noisiest run of eight columns of each row, [R].
         runs: which run that is, [R].
@@ -211,6 +219,7 @@ class RowNoise:
     energies: np.ndarray
     least_error: float
     flat: np.ndarray
+    squares: np.ndarray
     num_columns: int
     noise: np.ndarray
     runs: np.ndarray
@@ -227,16 +236,23 @@ class RowNoise:
         """Whether chance alone may make a sound row look dead, so that a dead one cannot be told."""
         return self.least_error >= 1
 
-    def dead_or_foreign(self, max_error: float) -> list[str]:
-        """Name the rows whose gain is too far from 1.
+    def dead_or_foreign(self, max_error: float, max_squares: float) -> list[str]:
+        """Name the rows whose gain is too far from 1, or whose error is too far from that of the others.
 
         Args:
-            max_error: the limit.
+            max_error: the limit of the first.
+            max_squares: the limit of the second, in medians of all rows.
         Returns:
             A line for each.
         """
         off = ~(np.abs(self.gains - 1) <= max(max_error, self.least_error)) & ~np.isnan(self.gains)
-        return [f"row {row}: {self._said_of(row)}" for row in np.flatnonzero(off | self.flat).tolist()]
+        return [f"row {row}: {self._said_of(row)}" for row in np.flatnonzero(off | self.flat | self._strays(max_squares)).tolist()]
+
+    def _strays(self, max_squares: float) -> np.ndarray:
+        """Rows that are too far from the base's for rounding and for what a solver did to the others, bool [R]."""
+        errors = self.signals - 2 * self.gains * self.signals + self.energies
+        is_far: np.ndarray = (self.squares > max(_ROUNDED, max_squares * float(np.median(self.squares)))) & (errors > _LOST * self.signals)
+        return is_far
 
     def spoilt_runs(self, max_noise: float) -> list[str]:
         """Name the noisiest run of each row that holds one above a limit.
@@ -269,7 +285,7 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
     Returns:
         The statistics; computed by blocks of rows.
     """
-    signals, products, energies, faint, same, total = [], [], [], [], [], np.zeros(base.shape[1])
+    signals, products, energies, squares, faint, same, total = [], [], [], [], [], [], np.zeros(base.shape[1])
     groups = np.zeros(base.shape[1], int) if decoded.groups is None else decoded.groups
     columns = ColumnNoise(groups, scheme.type == "int")
     for rows in _blocks(base.shape):
@@ -280,9 +296,10 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
         same.append((decoded.codes[rows] == decoded.codes[rows][:, :1]).all(1))
         faint.append(np.abs(w).max(1) <= _FAINT * step.max(1) if scheme.strategy in ("tensor", "block") else np.zeros(len(w), bool))
         is_cut = _is_cut(w, q, *_ends(decoded, scheme, rows))
-        columns.add(w, q, step, is_cut)
+        error = columns.add(w, q, step, is_cut)
+        squares.append(np.square(error).mean(1))
         total += _relative(w, q, step, is_cut).sum(0)
-    signal, product, energy, is_faint, is_same = (np.concatenate(parts) for parts in (signals, products, energies, faint, same))
+    signal, product, energy, square, is_faint, is_same = map(np.concatenate, (signals, products, energies, squares, faint, same))
     column = total / len(base)
     column = np.maximum(column, max(column.mean(), 1e-12))
     worst = []
@@ -297,7 +314,7 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
     least_error = MIN_DEVIATION * float(np.sqrt(max(0.0, ratio) / base.shape[1]))
     flat = is_same & (energy > 2 * product) & ~is_faint
     zeros = _noise_of_zeros(base, decoded, scheme, column)
-    return RowNoise(gains, signal, energy, least_error, flat, base.shape[1], noise, runs, zeros, columns)
+    return RowNoise(gains, signal, energy, least_error, flat, square, base.shape[1], noise, runs, zeros, columns)
 
 
 def _blocks(shape: torch.Size) -> Iterator[slice]:

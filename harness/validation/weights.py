@@ -194,7 +194,7 @@ def _rows_record(inspections: Sequence[ModuleInspection], policy: Policy, is_as_
     findings = []
     for name, rows in found.items():
         lines = (
-            rows.dead_or_foreign(policy.max_row_gain_error)
+            rows.dead_or_foreign(policy.max_row_gain_error, policy.max_row_error)
             or rows.columns.foreign(policy.max_row_gain_error)
             or rows.columns.shifted(singly=not is_as_written and not has_layer_norms)
             or rows.columns.biased()

@@ -22,7 +22,7 @@ from harness.lifecycle.subject import NothingToCheckError, Subject
 
 @register("repeatable", "A second run of a fresh modifier over the same model gives the same, bit for bit", number=43, in_training=True)
 def repeatable(subject: Subject) -> str:
-    """Run over a model, over another one, and over the first again, then after runs that were given up; compare with the first run.
+    """Run twice over a model, over another one, and over the first again, then after runs that were given up; compare with the first run.
 
     Args:
         subject: what is verified.
@@ -31,11 +31,12 @@ def repeatable(subject: Subject) -> str:
         What was seen.
 
     Raises:
-        Violation: the last run gives another model: something of the others is kept outside of them.
+        Violation: another run gives another model: something of those before is kept outside of them.
     """
     first = subject.result(seed=1)
-    subject.result(_another(subject.model), seed=3)
     _hold_again(subject, first, "the second run")
+    subject.result(_another(subject.model), seed=3)
+    _hold_again(subject, first, "a run after one over another model")
     for place, error in _ways_out(subject):
         _give_up(subject, place, error)
         way, (moment, _) = "aborted" if error is None else "left by an exception", subject.life()[place]

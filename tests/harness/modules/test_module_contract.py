@@ -244,10 +244,10 @@ class SavesNoBias(Layer):
 
 
 class ForgetsOnLoading(Layer):
-    """A load refuses wrong keys, and then leaves the bias as it is."""
+    """A load of it by itself refuses wrong keys, and then leaves the bias as it is."""
 
     def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        state = {key: self.bias.detach().clone() if key == prefix + "bias" else value for key, value in state.items()}
+        state = {key: self.bias.detach().clone() if key == "bias" else value for key, value in state.items()}
         super()._load_from_state_dict(state, prefix, *rest)
 
 

@@ -248,6 +248,21 @@ def test_a_group_a_step_off_may_be_the_solvers_behind_a_layer_norm(workspace, co
     assert re.match(rf"{MODULE}: row 3, group 0: its codes are off by \+1\.\d steps on average", found.findings[0])
 
 
+@pytest.mark.parametrize("gain", [0.3, 0.5, 0.8])
+def test_a_random_row_is_caught_whatever_its_gain_is_by_chance(workspace, compressed, gain):
+    checkpoint = compressed("W8A8")
+    base = load_file(workspace.base / "model.safetensors")[f"{MODULE}.weight"].double()[5]
+    noise = torch.randn(len(base), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    row = gain * base + (noise - base * (noise @ base) / (base @ base)) * base.std()
+
+    def spoil(tensors):
+        tensors[f"{MODULE}.weight"][5] = (row / tensors[SCALE].double()[5]).round().clamp(-128, 127).to(torch.int8)
+
+    checkpoint.edit(spoil)
+    found = records(workspace.base, checkpoint.folder)["weights.rows"]
+    assert found.outcome == "fail" and re.match(rf"{MODULE}: row 5: gain 0.\d\d: random, or another row's", found.findings[0]), found
+
+
 def test_equal_values_that_round_to_one_side_are_sound():
     """Four tenths of a step lie nearest to zero, all of them; a mean alone would call that rounding down."""
     for w, said in ((np.full((32, 64), 0.4), ""), (np.tile(np.linspace(0.01, 0.99, 64), (32, 1)), "rounded down")):
