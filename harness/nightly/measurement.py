@@ -182,4 +182,6 @@ def begins_with_a_date(night: str) -> bool:
         raise UserInputError(
             f"night: {night!r} is no day, and would not sort by time; write it as YYYY-MM-DD, or a number behind that"
         ) from None
+    if re.search(r":\d+.*[+-]\d", night):
+        raise UserInputError(f"night: {night!r} has an offset from UTC, and would not sort by time; write it in UTC")
     return True

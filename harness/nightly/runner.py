@@ -65,6 +65,11 @@ class Night:
         worse = [Verdict.REGRESSION for one in self.judgements if one.verdict is Verdict.REGRESSION]
         return worst([*map(self.verdict_of, self.rows), *worse]) if self.rows or worse else worst(one.verdict for one in self.judgements)
 
+    @property
+    def commit(self) -> str:
+        """The first characters of the revision, with `-dirty` where files differed from it; empty where it is unknown."""
+        return self.revision[:12] + ("-dirty" if self.revision.endswith("-dirty") else "")
+
     def verdict_of(self, row: CellRow) -> Verdict:
         """Return what a cell means for the night: one in quarantine that does not pass tells nothing."""
         quarantined = row.cell in self.flaky and row.outcome != CellOutcome.PASS

@@ -52,8 +52,7 @@ def show_night(found: Night) -> None:
     unsure += [f"of {len(few)} of {len(found.judgements)} metrics nothing can be told yet"] if few else []
     resumed = [f"{found.resumed} cells had been done before"] if found.resumed else []
     resumed += [f"cells that had been done ran again: {found.anew}"] if found.anew else []
-    commit = found.revision[:12] + ("-dirty" if found.revision.endswith("-dirty") else "")
-    _print(table, *worse, *unsure, *resumed, f"{found.night} at {commit or 'an unknown revision'}: {found.verdict.value}")
+    _print(table, *worse, *unsure, *resumed, f"{found.night} at {found.commit or 'an unknown revision'}: {found.verdict.value}")
 
 
 def show_nights(rows: Sequence[tuple[str, int, int]]) -> None:

@@ -46,6 +46,19 @@ class BridgedSeries:
     bridge: Bridge | None = None
     told: str = ""
 
+    def across(self, start: int) -> tuple[float, int]:
+        """Return what is known of a bridge behind a night.
+
+        Args:
+            start: place of the night.
+
+        Returns:
+            Its error in standard deviations of a night, and the number of nights behind it; 0 and 0 where there is none.
+        """
+        if self.bridge is None or start >= self.bridge.place:
+            return 0.0, 0
+        return self.bridge.error, len(self.nights) - self.bridge.place
+
     def behind(self) -> BridgedSeries:
         """Return the nights behind the bridge alone."""
         place = 0 if self.bridge is None else self.bridge.place

@@ -175,7 +175,7 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, acceptances: Sequence[A
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
     usual = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER)[0]
     now, late = noise_now(levels_N[shifts.start :], usual)
-    noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER, now)
+    noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER, now, *series.across(shifts.start))
     above_N = levels_N - standing.reference
     better = nights[-1].better
     if hidden := (

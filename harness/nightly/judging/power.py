@@ -11,7 +11,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.nightly.judging.shifts import LEAST_EFFECT, LEVEL, NOISIER, OTHER_NOISE, RECENT
+from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEVEL, NOISIER, OTHER_NOISE, RECENT
 from harness.nightly.judging.spread import correlation_of, degrees_of, inflation, noise_of, student_tail
 
 _LATE = ((20, NOISIER), (10, NOISIER), (5, OTHER_NOISE))  # last nights that may be noisier than others, and by how much to count
@@ -36,7 +36,9 @@ def noise_now(levels_N: NDArray[np.float64], usual: float) -> tuple[float, int]:
     return next((one for one in noisier if one[0] >= _MOST * largest), (usual, 0))
 
 
-def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, power: float, now: float = 0.0) -> tuple[float, float]:
+def detectable_step(
+    residuals_E: NDArray[np.float64], before: int, after: int, power: float, now: float = 0.0, across: float = 0.0, behind: int = 0
+) -> tuple[float, float]:
     """Return how noisy nights are, and the step that would show.
 
     Args:
@@ -45,12 +47,17 @@ def detectable_step(residuals_E: NDArray[np.float64], before: int, after: int, p
         after: number of nights from it on.
         power: chance with which it shows.
         now: standard deviation between the last nights, where they are noisier: those that come are expected to be so, too.
+        across: error of a bridge among those before, in standard deviations of a night; 0 where there is none.
+        behind: number of those that lie behind it, which are held against those that come by themselves, too.
 
     Returns:
         Standard deviation between nights, and the step, always above LEAST_EFFECT; both relative.
     """
     kept_E, noise = noise_of(residuals_E)
     error, degrees = standard_error(residuals_E, before, after), degrees_of(len(kept_E), correlation_of(kept_E))
+    if across:
+        alone = standard_error(residuals_E, behind, after) if behind >= LEAST_AFTER else math.inf
+        error = min(alone, math.hypot(error, noise * across))
     if now > noise:
         error = math.hypot(error, _OF_A_MEDIAN * now / math.sqrt(after))  # `_location` of nights that differ so much is one
         degrees = min(degrees, RECENT - 1.0) if now > OTHER_NOISE * noise else degrees

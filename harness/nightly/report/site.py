@@ -108,7 +108,7 @@ def summary_of(night: Night) -> str:
     few = [one for one in night.judgements if one.verdict is Verdict.INCONCLUSIVE]
     not_passed = [row for row in night.rows if row.outcome != CellOutcome.PASS]
     passed = len(night.rows) - len(not_passed)
-    head = f"**{night.verdict.value}**, night {code_span(night.night)}{f' at {code_span(night.revision[:12])}' if night.revision else ''}: "
+    head = f"**{night.verdict.value}**, night {code_span(night.night)}{f' at {code_span(night.commit)}' if night.commit else ''}: "
     head += f"{passed} of {len(night.rows)} cells passed; {len(worse)} of {len(night.judgements)} metrics are worse"
     head += f", of {len(few)} nothing can be told yet." if few else "."
     lines = [f"- {code_span(one.metric)}: {code_span(one.summary)}" for one in (*worse, *(one for one in few if one.is_long))]
@@ -226,10 +226,13 @@ def read_night(history: History) -> tuple[Night, list[Trend]]:
 
 
 def _last_attempts(history: History, night: str) -> tuple[CellRow, ...]:
-    """Of each cell and environment the last attempt at the newest code; `run --at` runs what the history has known for longer."""
-    known: dict[str, int] = {}
+    """Of each cell and environment the last attempt at the newest commit; `run --at` runs what the history has known for longer.
+
+    What ran with uncommitted changes is no reading of a commit, and `run` goes on from those that are: it counts where it is all there is.
+    """
+    known: dict[str, tuple[bool, int]] = {}
     for row in history.cells():
-        known.setdefault(row.revision, len(known))
+        known.setdefault(row.revision, (not row.revision.endswith("-dirty"), len(known)))
     rows: dict[tuple[str, str], CellRow] = {}
     for row in history.cells(night):
         kept = rows.get((row.cell, row.environment), row)

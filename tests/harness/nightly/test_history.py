@@ -578,6 +578,13 @@ def test_a_label_that_is_nearly_a_date_is_refused(history: History, night: str) 
     assert not history.metrics()
 
 
+@pytest.mark.parametrize("night", ["2026-02-17T23:00:00-05:00", "2026-02-17 23:00+0100"])
+def test_a_label_that_tells_its_offset_is_refused(history: History, night: str) -> None:
+    with pytest.raises(UserInputError, match="has an offset from UTC, and would not sort by time; write it in UTC"):
+        history.add("a", [1.0], environment=HERE, night=night)
+    history.add("a", [1.0], environment=HERE, night="2026-02-17T23:00:00Z")
+
+
 @pytest.mark.parametrize("label", ["2026-02-17.{}", "{}", "run {}"])
 def test_numbers_in_labels_sort_as_numbers(history: History, label: str) -> None:
     """The tenth run of a day follows the ninth, not the first; so the level of the last three is seen."""

@@ -201,6 +201,30 @@ def test_nights_behind_a_bridge_are_held_against_one_another_too(number: int) ->
     assert judge(before).verdict is Verdict.PASS
 
 
+@pytest.mark.parametrize("behind", [1, 3, 6])
+def test_what_would_show_behind_a_bridge_takes_in_how_sure_it_is(behind: int) -> None:
+    """Ten more nights mostly show a step of what is said; what nights without a bridge would show they never do behind a single one."""
+    told = []
+    for number in range(10):
+        rng = np.random.default_rng([number, behind])
+        rows, sizes = [], np.where(np.arange(70 + behind) < 60, 1.0, 1.3)
+
+        def add(night: int, place: str, revision: int, size: float, rows: list[Measurement] = rows, rng: np.random.Generator = rng) -> None:
+            values = size * np.exp(rng.normal(0, 0.01) + rng.normal(0, 0.005, 5))
+            rows.append(Measurement(night_label(night), place, f"r{revision}", "m", "lower", tuple(values)))
+
+        for night, size in enumerate(sizes[: 60 + behind]):
+            if night == 60:
+                add(night, "here", 59, size)
+            add(night, "there" if night < 60 else "here", night, size)
+        before = judge(rows)
+        assert before.verdict is Verdict.PASS and before.detectable > (0.06 if behind == 1 else 0.03), before.summary
+        for night in range(60 + behind, 70 + behind):
+            add(night, "here", night, 1.3 * (1 + before.detectable))
+        told.append(judge(rows).verdict is Verdict.REGRESSION)
+    assert sum(told) >= 6, told
+
+
 @pytest.mark.parametrize("behind", [5, 10])
 def test_how_far_off_a_bridge_is_hides_no_step_behind_it(behind: int) -> None:
     """The night that tells the factor of two machines was off by two spreads: a level of its own, and no noise."""

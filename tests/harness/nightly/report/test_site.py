@@ -141,6 +141,21 @@ def test_a_run_of_an_older_commit_in_the_same_night_hides_no_failure(place: str,
     assert read_night(history)[0].verdict is Verdict.PASS
 
 
+@pytest.mark.parametrize("dirty", ["pass", "regression"])
+def test_a_run_with_uncommitted_changes_stands_back_behind_one_of_the_commit(dirty: str, tmp_path: Path) -> None:
+    history, revision = History(tmp_path / "h.sqlite"), "a" * 40
+    clean = "pass" if dirty == "regression" else "regression"
+    rows = [
+        CellRow(label(0), HERE.digest, name, "c", 1, word, 2.0, 1, "") for name, word in ((f"{revision}-dirty", dirty), (revision, clean))
+    ]
+    history.add_cell(rows[0], [], environment=HERE)
+    alone, _ = read_night(history)
+    assert alone.verdict.value == dirty and f"at `{'a' * 12}-dirty`" in summary_of(alone)
+    for row in (rows[1], rows[0]):
+        history.add_cell(row, [], environment=HERE)
+        assert read_night(history)[0].verdict.value == clean
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_of_a_log_is_shown_in_the_summary_as_it_is(line: str, tmp_path: Path) -> None:
     history = History(tmp_path / "h.sqlite")
