@@ -13,7 +13,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from harness.modules.subject import PROBE, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
-from harness.modules.tensors import FLOATS, Held, all_tensors, known_tensors, non_persistent_names, overwrite, same_bits, share_memory
+from harness.modules.tensors import (
+    FLOATS,
+    all_tensors,
+    changed_facts,
+    cut_names,
+    facts_of,
+    known_tensors,
+    overwrite,
+    same_bits,
+    share_memory,
+)
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
@@ -34,11 +44,8 @@ def _deepcopy(subject: Subject) -> list[str]:
         for name in tensors.keys() & others.keys():
             findings += [] if same_bits(tensors[name], others[name]) else [f"{name} differs in the copy"]
             findings += [f"{name} is shared with the copy"] if share_memory(tensors[name], others[name]) else []
-        findings += [f"{line} in the copy" for line in Held.of(module).unlike(Held.of(twin))]
-        left_out, others_left_out = non_persistent_names(module), non_persistent_names(twin)
-        findings += [f"the state dict of only one of the two has {name}" for name in sorted(left_out ^ others_left_out)]
-        modes, other_modes = ([part.training for part in each.modules()] for each in (module, twin))
-        findings += [] if modes == other_modes else ["the copy is not in the same mode"]
+        changed = changed_facts(facts_of(module), facts_of(twin), "number of hooks")  # torch's own GraphModule leaves them out
+        findings += [f"{line} in the copy" for line in changed]
         module.eval()
         twin.eval()
         output = run(twin, *subject.inputs())
@@ -67,12 +74,12 @@ def _to_dtype(subject: Subject) -> list[str]:
         raise NotApplicableError("it computes with complex numbers alone")
     new = torch.bfloat16 if old is not torch.bfloat16 else torch.float32
     with untouched(module):
-        held = Held.of(module)
+        facts = facts_of(module)
         values = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}
         before = {name: tensor.dtype for name, tensor in values.items()}
         kept = {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
-        findings += [f"{line} by to({new})" for line in held.unlike(Held.of(module))]
+        findings += [f"{line} behind to({new})" for line in changed_facts(facts, facts_of(module))]
         for name, tensor in known_tensors(module).items():
             if name not in before:
                 continue
@@ -82,7 +89,11 @@ def _to_dtype(subject: Subject) -> list[str]:
             findings += [] if tensor.dtype in allowed else [f"{name} went from {before[name]} to {tensor.dtype} where {new} was asked for"]
             findings += [] if _is_rounded(values[name], tensor.detach()) else [f"{name} has other values in {tensor.dtype}"]
         if not findings:
+            now = {name: one.detach().clone() for name, one in module.named_parameters() if name not in cut_names(module)}
             _run_in(new, old or torch.float32, subject)
+            after = dict(module.named_parameters())
+            written = [name for name in now if not same_bits(after[name].detach(), now[name])]
+            findings += [f"a forward in {new} changed the values of parameters: {', '.join(written[:5])}"] if written else []
     return findings
 
 
@@ -148,9 +159,10 @@ def _to_device(subject: Subject) -> list[str]:
     devices = {tensor.device.type for tensor in all_tensors(module).values()}
     target = torch.device("cpu" if "cuda" in devices else "cuda" if torch.cuda.is_available() else "meta")
     with untouched(module):
-        held, values = Held.of(module), {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
+        facts, values = facts_of(module), {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
         findings = [] if module.to(target) is module else ["to(device) did not return the module"]
-        findings += [f"{line} by to({target.type!r})" for line in held.unlike(Held.of(module))]
+        of_torch = ("the same as",) if target.type == "meta" else ()  # where torch makes new parameters, one for each name
+        findings += [f"{line} behind to({target.type!r})" for line in changed_facts(facts, facts_of(module), *of_torch)]
         left = [name for name, tensor in all_tensors(module).items() if tensor.device.type != target.type]
         findings += [f"{name} stayed behind when the module went to {target.type}" for name in left]
         if target.type != "meta" and not findings:

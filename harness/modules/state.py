@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.modules.subject import PROBE, ModuleCheck, Subject, collect, untouched
-from harness.modules.tensors import known_tensors, non_persistent_names, overwrite, persistent_names, same_bits
+from harness.modules.tensors import changed_facts, facts_of, known_tensors, non_persistent_names, overwrite, persistent_names, same_bits
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
@@ -74,6 +74,7 @@ def _state_dict_keys(subject: Subject) -> list[str]:
     wrong = {f"with the unexpected key {PROBE}": PROBE, **{f"without the key {name}": name for name in needed}}
     with untouched(module):
         findings += _below_another(module)
+        findings += [line for name in needed if name in tensors for line in _with_another_shape(module, state, name)]
         for what, name in wrong.items():
             contents = copy.copy(state)  # a copy like this one keeps the versions, which a load may look at
             if contents.pop(name, None) is None:
@@ -86,6 +87,19 @@ def _state_dict_keys(subject: Subject) -> list[str]:
             differing = module.load_state_dict(contents, strict=False)
             findings += [] if name in (*differing.missing_keys, *differing.unexpected_keys) else [f"strict=False does not report {name}"]
     return findings
+
+
+def _with_another_shape(module: nn.Module, state: dict[str, Any], name: str) -> list[str]:
+    """Load a tensor of another shape, which is refused, or taken as a buffer that is made to fit."""
+    contents, shape = copy.copy(state), state[name].shape
+    contents[name] = state[name].new_empty([size + 1 for size in shape] or [2, 2])
+    with untouched(module):
+        try:
+            module.load_state_dict(contents, strict=True)
+        except RuntimeError as error:
+            return [] if name in str(error) else [f"the error of a strict load with {name} in another shape does not name it"]
+        is_taken = module.state_dict()[name].shape == contents[name].shape
+    return [] if is_taken else [f"a strict load accepted {name} in another shape, and left it as it was"]
 
 
 def _described(saved: object) -> str:
@@ -125,9 +139,11 @@ def _state_dict_round_trip(subject: Subject) -> list[str]:
         if module.state_dict().keys() != saved.keys():  # a buffer that was None has got a value, and is state from now on
             saved = _copied(module)
         overwrite(module)
+        facts = facts_of(module)
         module.load_state_dict(saved, strict=True)
         after = module.state_dict()
-        findings = [
+        findings = [f"{line} behind a load" for line in changed_facts(facts, facts_of(module))]
+        findings += [
             f"{name} did not come back" for name, value in saved.items() if isinstance(value, Tensor) and not same_bits(value, after[name])
         ]
         findings += [] if same_bits(output, subject.call()) else ["the output after loading differs"]

@@ -13,7 +13,7 @@ from harness.lifecycle.driving.snapshot import Difference, Snapshot
 from harness.lifecycle.driving.torch_settings import modes_aside
 from harness.lifecycle.process_state import settings_kept
 from harness.modules.subject import ModuleCheck, Subject, collect, untouched
-from harness.modules.tensors import same_bits
+from harness.modules.tensors import cut_names, same_bits
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
@@ -53,14 +53,15 @@ def _changes(subject: Subject) -> tuple[list[str], Exception | None]:
         if parameter.requires_grad and parameter.is_leaf:
             parameter.grad = torch.full_like(parameter, _GRADIENT)
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    cut = {f"{name}.weight".lstrip(".") for name, part in subject.module.named_modules() if getattr(part, "max_norm", None) is not None}
     with settings_kept():
         kept, refusal = _kept_changes(subject)
     now = dict(subject.module.named_parameters(remove_duplicate=False))
     others = [name for name, parameter in parameters.items() if now.get(name) is not parameter]
     with modes_aside():  # those that the forward has left on are told
         written = [
-            name for name, value in values.items() if name not in {*others, *cut} and not same_bits(parameters[name].detach(), value)
+            name
+            for name, value in values.items()
+            if name not in {*others, *cut_names(subject.module)} and not same_bits(parameters[name].detach(), value)
         ]
     seeds = [] if refusal else _reseeded(subject)
     changes = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from compressor.pages import equal_bytes, raw_bytes
+from harness.lifecycle.driving.snapshot import HOOKS
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that layers compute with; `to(dtype)` goes between them."""
@@ -70,42 +69,62 @@ def known_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
-@dataclass(frozen=True)
-class Held:
-    """What torch knows of the tensors of a module beside their values, which a copy or a conversion keeps.
+Facts = dict[tuple[str, str], object]
 
-    Attributes:
-        trains: name -> requires_grad, of parameters and buffers.
-        first_names: name -> the first name of the same parameter.
+
+def facts_of(module: nn.Module) -> Facts:
+    """Find what torch knows of a module beside the values of its tensors, which a copy, a conversion and a load keep.
+
+    Args:
+        module: the module; its descendants are looked at, too.
+
+    Returns:
+        Kind and dotted name -> fact: what trains, which names are those of one parameter, what is saved, modes, and numbers of hooks.
     """
+    first: dict[int, str] = {}
+    left_out = non_persistent_names(module)
+    facts: Facts = {}
+    for name, tensor in known_tensors(module).items():
+        facts |= {("requires_grad", name): tensor.requires_grad, ("in the state dict", name): name not in left_out}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        facts["the same as", name] = first.setdefault(id(parameter), name)
+    for name, part in module.named_modules():
+        hooks = sum(len(vars(part).get(kind) or ()) for kind in HOOKS)
+        facts |= {("training", name): part.training, ("number of hooks", name): hooks}
+    return facts
 
-    trains: Mapping[str, bool]
-    first_names: Mapping[str, str]
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Held:
-        """Look at a module and its descendants."""
-        first: dict[int, str] = {}
-        names = {name: first.setdefault(id(one), name) for name, one in module.named_parameters(remove_duplicate=False)}
-        return cls({name: tensor.requires_grad for name, tensor in known_tensors(module).items()}, names)
+def changed_facts(before: Facts, after: Facts, *leave_out: str) -> list[str]:
+    """Say which facts are others.
 
-    def unlike(self, other: Held) -> list[str]:
-        """Say in which names another one differs.
+    Args:
+        before: of a module.
+        after: of what came of it.
+        *leave_out: kinds that are not compared.
 
-        Args:
-            other: what came of it.
+    Returns:
+        A line each; a tensor that came or went has one.
+    """
+    lines = []
+    for kind, name in dict.fromkeys([*before, *after]):
+        was, now = before.get((kind, name)), after.get((kind, name))
+        if was is None or now is None:
+            lines += [f"{name} is {'added' if was is None else 'lost'}"] if kind == "requires_grad" else []
+        elif was != now and kind not in leave_out:
+            lines.append(f"{f'{name}: ' if name else ''}{kind} was {was} and is {now}")
+    return lines
 
-        Returns:
-            A line each.
-        """
-        names = [name for name in self.trains if name in other.trains]
-        both = [name for name in self.first_names if name in other.first_names]
-        return [
-            *(f"{name} is lost" for name in self.trains if name not in other.trains),
-            *(f"{name} is added" for name in other.trains if name not in self.trains),
-            *(f"{name}: requires_grad became {other.trains[name]}" for name in names if self.trains[name] != other.trains[name]),
-            *(f"{name} is the parameter of other names than before" for name in both if self.first_names[name] != other.first_names[name]),
-        ]
+
+def cut_names(module: nn.Module) -> set[str]:
+    """Find the weights that their own forward may write to: an embedding cuts the norms of its weight to its max_norm.
+
+    Args:
+        module: the module; its descendants are looked at, too.
+
+    Returns:
+        Dotted names.
+    """
+    return {_join(name, "weight") for name, part in module.named_modules() if getattr(part, "max_norm", None) is not None}
 
 
 def persistent_names(module: nn.Module) -> list[str]:

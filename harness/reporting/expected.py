@@ -23,7 +23,7 @@ class Listed(Protocol):
         """In the catalogue."""
 
 
-Expected = Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None
+Expected = Mapping[str, str] | Mapping[int, str] | Mapping[str | int, str] | Callable[[Any], Mapping[str, str]] | None
 """Reasons by name or number of a check, or a function that returns them for a subject."""
 
 
@@ -35,16 +35,25 @@ def reasons_for(expected: Expected, subject: object) -> Mapping[str, str]:
         subject: given to the function.
 
     Returns:
-        The reasons.
+        The reasons by name or number, as texts.
 
     Raises:
-        UserInputError: they are no mapping.
+        UserInputError: they are no mapping of names or numbers to texts, or a number is given in two ways.
     """
     found: object = expected(subject) if callable(expected) else expected or {}
     if not isinstance(found, Mapping):
         what = f"expected_failures: a {type(found).__name__} was given, and each check needs its reason"
         raise UserInputError(f"{what}; give a mapping of its name or number to the reason")
-    return found
+    for key, reason in found.items():
+        if not isinstance(key, str | int) or not isinstance(reason, str):
+            if reason is None:
+                raise UserInputError(f"expected failure {key!r}: has no reason; say why it fails today")
+            what = f"expected failure {key!r}: a {type(key).__name__} has a reason of type {type(reason).__name__}"
+            raise UserInputError(f"{what}; give a mapping of names or numbers of checks to texts")
+    reasons = {str(key): reason for key, reason in found.items()}
+    if len(reasons) < len(found):
+        raise UserInputError("expected failures: one check is given by its number in two ways; give it one reason")
+    return reasons
 
 
 def known_failures(reasons: Mapping[str, str], chosen: Iterable[Listed]) -> dict[str, str]:
@@ -60,7 +69,7 @@ def known_failures(reasons: Mapping[str, str], chosen: Iterable[Listed]) -> dict
     Raises:
         UserInputError: one is without a reason or has two, or none of those that run is meant, so that nobody would look whether it fails.
     """
-    if empty := [key for key, reason in reasons.items() if not str(reason or "").strip()]:
+    if empty := [key for key, reason in reasons.items() if not reason.strip()]:
         raise UserInputError(f"expected failure {empty[0]!r}: has no reason; say why it fails today")
     called = [(key, check.name) for check in chosen for key in (check.name, str(check.number)) if key in reasons]
     if unseen := sorted(reasons.keys() - {key for key, _ in called}):

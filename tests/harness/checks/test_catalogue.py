@@ -144,6 +144,25 @@ def test_expected_failures_are_strict() -> None:
     assert "was expected to fail (known), and did not" in report.records[0].summary
     with pytest.raises(UserInputError, match="there is no check"):
         harness.check(INT4, expected_failures={"quantizer.nothing": "typo"})
+    report = harness.check(INT4, checks=[5], draws=False, expected_failures={5: "known"})
+    assert "was expected to fail (known), and did not" in report.records[0].summary
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        ({"quantizer.zero": 5}, "a str has a reason of type int; give a mapping of names or numbers of checks to texts"),
+        ({5.0: "known"}, "a float has a reason of type str"),
+        ({"quantizer.zero": None}, "has no reason"),
+        ({"quantizer.zero": " "}, "has no reason"),
+        ({5: "known", "5": "known"}, "one check is given by its number in two ways"),
+        ({5: "known", "quantizer.zero": "known"}, "one check is given by its name and by its number"),
+        (["quantizer.zero"], "a list was given"),
+    ],
+)
+def test_reasons_that_are_none_are_refused(expected: Any, said: str) -> None:
+    with pytest.raises(UserInputError, match=said):
+        harness.check(INT4, checks=[5], draws=False, expected_failures=expected)
 
 
 def test_a_report_has_three_forms() -> None:

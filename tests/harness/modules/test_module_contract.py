@@ -247,7 +247,8 @@ class ForgetsOnLoading(Layer):
     """A load of it by itself refuses wrong keys, and then leaves the bias as it is."""
 
     def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
-        state = {key: self.bias.detach().clone() if key == "bias" else value for key, value in state.items()}
+        own = self.bias.detach().clone()
+        state = {key: own if key == "bias" and value.shape == own.shape else value for key, value in state.items()}
         super()._load_from_state_dict(state, prefix, *rest)
 
 

@@ -68,6 +68,47 @@ class Loses(Codes):
         return self
 
 
+class Unsaves(Codes):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Unsaves:
+        super()._apply(fn, recurse)
+        self._non_persistent_buffers_set.add("small")
+        return self
+
+
+class Trains(Codes):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Trains:
+        return super()._apply(fn, recurse).train()  # type: ignore[no-any-return]
+
+
+class DropsHooks(Codes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.register_forward_hook(lambda module, args, output: output * 3)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DropsHooks:
+        self.first._forward_hooks.clear()
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return]
+
+
+class WritesInBfloat16(Codes):
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dtype is torch.bfloat16:
+            self.first.weight.data.mul_(0.5)
+        return super().forward(input)
+
+
+class TakesAnyShape(Codes):
+    def _load_from_state_dict(self, state: Any, prefix: str, meta: Any, strict: bool, missing: Any, unexpected: Any, errors: Any) -> None:
+        super()._load_from_state_dict(state, prefix, meta, strict, missing, unexpected, errors)
+        errors.clear()
+
+
+class LoadThaws(Codes):
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        self.scale.requires_grad_(True)
+
+
 class CopyThaws(Codes):
     def __deepcopy__(self, memo: dict[int, Any]) -> CopyThaws:
         twin = CopyThaws()
@@ -131,12 +172,18 @@ class WritesAndRefusesToTrain(Codes):
 PLANTED: dict[type[Codes], tuple[str, str]] = {
     CodesThroughFloats: ("to_dtype", "codes has other values in torch.int32"),
     Scaled: ("to_dtype", "scale has other values in torch.bfloat16"),
-    Untied: ("to_dtype", "second.weight is the parameter of other names than before by to(torch.bfloat16)"),
-    Thawed: ("to_dtype", "scale: requires_grad became True by to(torch.bfloat16)"),
-    Loses: ("to_dtype", "scale is lost by to(torch.bfloat16)"),
-    CopyThaws: ("deepcopy", "scale: requires_grad became True in the copy"),
-    CopyUnties: ("deepcopy", "second.weight is the parameter of other names than before in the copy"),
-    CopySavesLess: ("deepcopy", "the state dict of only one of the two has codes"),
+    Untied: ("to_dtype", "second.weight: the same as was first.weight and is second.weight behind to(torch.bfloat16)"),
+    Thawed: ("to_dtype", "scale: requires_grad was False and is True behind to(torch.bfloat16)"),
+    Loses: ("to_dtype", "scale is lost behind to(torch.bfloat16)"),
+    Unsaves: ("to_dtype", "small: in the state dict was True and is False behind to(torch.bfloat16)"),
+    Trains: ("to_dtype", "training was False and is True behind to(torch.bfloat16)"),
+    DropsHooks: ("to_dtype", "first: number of hooks was 1 and is 0 behind to(torch.bfloat16)"),
+    WritesInBfloat16: ("to_dtype", "a forward in torch.bfloat16 changed the values of parameters: first.weight"),
+    TakesAnyShape: ("state_dict_keys", "a strict load accepted codes in another shape, and left it as it was"),
+    LoadThaws: ("state_dict_round_trip", "scale: requires_grad was False and is True behind a load"),
+    CopyThaws: ("deepcopy", "scale: requires_grad was False and is True in the copy"),
+    CopyUnties: ("deepcopy", "second.weight: the same as was first.weight and is second.weight in the copy"),
+    CopySavesLess: ("deepcopy", "codes: in the state dict was True and is False in the copy"),
     SavesWider: ("state_dict_keys", "small is torch.float8_e4m3fn [4], and in the state dict it is torch.float32 [4]"),
     SavesOthers: ("state_dict_keys", "codes is torch.int32 [4], and in the state dict it is torch.int32 [4] of other bits"),
     SeedsPython: ("surroundings", "seeds Python's generator"),
@@ -175,7 +222,15 @@ class Packs(Codes):
         self.register_buffer("missing", torch.tensor([float("nan"), float("inf"), 1e-9]))
 
 
-@pytest.mark.parametrize("cls", [Codes, Draws, Packs])
+class MakesItFit(Codes):
+    """A buffer takes the shape of what is loaded, as observers have it."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        self.codes = torch.empty_like(state.get(prefix + "codes", self.codes))
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+@pytest.mark.parametrize("cls", [Codes, Draws, Packs, MakesItFit])
 def test_a_layer_that_keeps_them_passes(cls: type[Codes]) -> None:
     report = verify_module(layer_of(cls), torch.rand(2, FEATURES))
     assert report.passed, report.to_text()
