@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compressor.errors import reason
 from harness.errors import HarnessError
 
 _LOOK_EVERY = 0.1  # seconds
 _MARK = "HARNESS_NIGHTLY_CELL"
 _GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+
+
+@contextmanager
+def alone_in(folder: Path, remedy: str) -> Iterator[None]:
+    """Keep a second process out of a folder that this one works in, until the end of the block or of the process.
+
+    Args:
+        folder: made where it is not there.
+        remedy: what else the other one may do, for its message.
+
+    Raises:
+        HarnessError: another process works there, or the folder cannot be made.
+    """
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / "lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise HarnessError(f"{folder}: another process works there; wait for its end, or {remedy}") from error
+        except OSError as error:
+            raise HarnessError(f"{folder}: cannot be made ({reason(error)}); {remedy}") from error
+        yield
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from compressor.atomic import reason, whole_file
+from compressor.atomic import whole_file
 from compressor.errors import UserInputError
 from compressor.json_text import from_json, to_json
 from compressor.progress import Progress, SilentProgress
@@ -27,7 +27,7 @@ from harness.nightly.judging.flaky import Flaky, find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
 from harness.nightly.measurement import CellRow, Measurement, check_measurement, check_text
-from harness.nightly.process import Ended, run_limited
+from harness.nightly.process import Ended, alone_in, run_limited
 from harness.nightly.work import Job
 from harness.reporting.text import printable
 from harness.reporting.verdict import Verdict, worst
@@ -141,32 +141,34 @@ class Runner:
 
         Raises:
             HistoryError: the history cannot be written; the cell that had run is run again the next time.
-            HarnessError: the folder of the night cannot be made.
+            HarnessError: the folder of the night cannot be made, or another run works there.
             CheckpointError: the disk is full; likewise.
         """
+        with alone_in(self.config.folder / self.night, "name another folder"):
+            rows, resumed, anew = self._run_cells()
         cells = self.cells
-        try:
-            (self.config.folder / self.night).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise HarnessError(f"{self.config.folder / self.night}: cannot be made ({reason(error)}); name another folder") from error
-        rows, anew = self._done()
-        resumed = len(rows)
-        try:
-            with self.progress.task("cells", len(cells)) as bar:
-                for cell in cells:
-                    bar.advance(0, note=cell.name)
-                    if cell.name not in rows:
-                        rows[cell.name] = self._run_cell(cell, rows)
-                    bar.advance(note=f"{cell.name}: {rows[cell.name].outcome}")
-        except KeyboardInterrupt as stop:
-            stop.add_note(f"{len(rows)} of {len(cells)} cells are in {self.config.history}, and the same command goes on behind them")
-            raise
         prefixes = tuple(f"{cell.name}/" for cell in cells)
         measured = [name for name in self.history.metrics() if name.startswith(prefixes)]
         series = {name: self.history.series(name) for name in measured}
         judgements = tuple(judge(found, self.history.acceptances(name)) for name, found in series.items() if found[-1].night == self.night)
         last = tuple(rows[cell.name] for cell in cells)
         return Night(self.night, self.revision, last, judgements, find_flaky(self.history.cells()), resumed, anew)
+
+    def _run_cells(self) -> tuple[dict[str, CellRow], int, str]:
+        """Run what is not done: the last row of each cell, how many had been done, and why others of those ran again."""
+        rows, anew = self._done()
+        resumed = len(rows)
+        try:
+            with self.progress.task("cells", len(self.cells)) as bar:
+                for cell in self.cells:
+                    bar.advance(0, note=cell.name)
+                    if cell.name not in rows:
+                        rows[cell.name] = self._run_cell(cell, rows)
+                    bar.advance(note=f"{cell.name}: {rows[cell.name].outcome}")
+        except KeyboardInterrupt as stop:
+            stop.add_note(f"{len(rows)} of {len(self.cells)} cells are in {self.config.history}, and the same command goes on behind them")
+            raise
+        return rows, resumed, anew
 
     def _done(self) -> tuple[dict[str, CellRow], str]:
         """The cells of this night, revision and environment that came to an end and would run as they did; and why others run again.

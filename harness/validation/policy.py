@@ -58,8 +58,8 @@ class Policy(SettingsPart):
         description="|<w, q> / <w, w> - 1| of a row or column (or what chance leaves it): 0 if faithful, 1 if dead or random",
     )
     max_row_error: Positive = Field(
-        5.0,
-        description="mean squared error in steps of a row that has lost half of its squares, in medians of the weight's rows",
+        7.0,
+        description="mean squared error of a row in rounding steps, in medians; beyond it half of max_row_gain_error is too much",
     )
     max_run_noise: Positive = Field(20.0, description="squared error of 8 neighbouring weights, in units of what their columns have")
     allow_unserved_schemes: bool = Field(False, description="a scheme that the server has no kernel for is good enough")

@@ -6,7 +6,6 @@ interrupted goes on.
 
 from __future__ import annotations
 
-import fcntl
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +29,7 @@ from harness.nightly.judging.judge import judge
 from harness.nightly.judging.paired import NO_LOSS
 from harness.nightly.judging.shifts import LEAST_AFTER
 from harness.nightly.measurement import Better, Measurement
+from harness.nightly.process import alone_in
 
 
 class Search:
@@ -66,7 +66,7 @@ class Search:
         """
         between = self._repository.num_between(self._good.revision, self._bad.revision)
         with ExitStack() as stack, (progress or SilentProgress()).task("commits", 2 + math.ceil(math.log2(max(1, between)))) as bar:
-            stack.enter_context(_alone(self._folder))
+            stack.enter_context(alone_in(self._folder, "name another --output-dir"))
             steps = self._ends(bar) if self._outcomes is None else self._ends_by_outcome(self._outcomes, bar)
             if steps[-1].mark != "bad":
                 return BlameReport(self._measure.metric, tuple(steps), ())
@@ -158,18 +158,6 @@ class Search:
             return tuple(self._measure.run(*one) for one in runs)  # type: ignore[return-value]
         theirs, ours = (self._measure.run(*one) for one in reversed(runs))
         return ours, theirs
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep a second search out of the folder, whose working trees it would clear away."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise HarnessError(f"{folder}: the same search is at work there; wait for it, or name another --output-dir") from error
-        yield
 
 
 def _name(commit: Commit, number: int) -> str:

@@ -30,40 +30,51 @@ _LARGEST = 700.0
 
 @dataclass(frozen=True)
 class BridgedSeries:
-    """The nights of an environment, behind those of an earlier one where there is a bridge.
+    """The nights of an environment, behind those of earlier ones where there are bridges.
 
     Attributes:
         nights: in order.
         levels_N: a level each, as the last environment would have given it.
         errors_N: standard error of each by its own repetitions.
-        bridge: between both; None where there is one environment.
-        told: in words, for a summary.
+        bridges: between environments, in order.
+        links: for each of them what leads across, in words.
+        beginning: where they begin, in words for a summary.
     """
 
     nights: tuple[Measurement, ...]
     levels_N: NDArray[np.float64]
     errors_N: NDArray[np.float64]
-    bridge: Bridge | None = None
-    told: str = ""
+    bridges: tuple[Bridge, ...] = ()
+    links: tuple[str, ...] = ()
+    beginning: str = ""
 
-    def across(self, start: int) -> tuple[float, int]:
-        """Return what is known of a bridge behind a night.
+    @property
+    def told(self) -> str:
+        """Which nights they are, in words."""
+        return self.beginning + (f" ({'; '.join(self.links)})" if self.links else "")
+
+    def levels_before(self, start: int) -> list[tuple[int, float]]:
+        """Return what nights to come are held against: all since a night, and those behind each bridge.
 
         Args:
             start: place of the night.
 
         Returns:
-            Its error in standard deviations of a night, and the number of nights behind it; 0 and 0 where there is none.
+            Numbers of nights, and the error of the bridges among them in standard deviations of a night.
         """
-        if self.bridge is None or start >= self.bridge.place:
-            return 0.0, 0
-        return self.bridge.error, len(self.nights) - self.bridge.place
+        begins = [start, *(one.place for one in self.bridges if one.place > start)]
+        return [(len(self.nights) - begin, math.hypot(*(one.error for one in self.bridges if one.place > begin))) for begin in begins]
 
-    def behind(self) -> BridgedSeries:
-        """Return the nights behind the bridge alone."""
-        place = 0 if self.bridge is None else self.bridge.place
-        told = f" behind the bridge from environment {self.nights[0].environment}"
-        return BridgedSeries(self.nights[place:], self.levels_N[place:], self.errors_N[place:], told=told)
+    def behind(self, number: int) -> BridgedSeries:
+        """Return the nights behind a bridge alone.
+
+        Args:
+            number: of the bridge.
+        """
+        place, later = self.bridges[number].place, number + 1
+        bridges = tuple(Bridge(one.place - place, one.error) for one in self.bridges[later:])
+        beginning = f" behind the bridge from environment {self.nights[place - 1].environment}"
+        return BridgedSeries(self.nights[place:], self.levels_N[place:], self.errors_N[place:], bridges, self.links[later:], beginning)
 
 
 def level(values: Sequence[float], better: str) -> float:
@@ -132,7 +143,7 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
 
     Returns:
         Its nights; behind those of the last earlier environment that ran a commit which ran here, too, up to the night from which on
-        this one measured beside it.
+        this one measured beside it; and so on, behind those of the one before.
     """
     own = [one for one in series if one.environment == environment]
     last = in_time(own[-1].night)
@@ -146,7 +157,10 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
         again = {one.revision for one in before if _is_commit(one.revision)}
         after = [one for one in own if one.revision not in again]  # runs of an earlier commit again are what the bridge is made of
         if before and common and after and in_time(before[-1].night) <= in_time(after[0].night):
-            return _joined(before, after, here, common)
+            until, kept = in_time(before[-1].night), set(map(id, before))
+            others = (one for one in series if one.environment not in (environment, place) and in_time(one.night) <= until)
+            kept.update(map(id, others))
+            return _joined(bridged([one for one in series if id(one) in kept], place), after, here, common)
     return BridgedSeries(tuple(own), *_levels(own))
 
 
@@ -167,13 +181,15 @@ def _near(theirs: Sequence[Measurement], own: set[str], joint: int) -> list[Meas
     return [theirs[place] for place in places[:_NEAR]]
 
 
-def _joined(before: list[Measurement], after: list[Measurement], ours: list[Measurement], theirs: list[Measurement]) -> BridgedSeries:
+def _joined(before: BridgedSeries, after: list[Measurement], ours: list[Measurement], theirs: list[Measurement]) -> BridgedSeries:
     here, there = (_levels(side)[0] for side in (ours, theirs))
-    (levels_B, errors_B), (levels_A, errors_A) = _levels(before), _levels(after)
-    levels_N = np.concatenate([levels_B + (here.mean() - there.mean()), levels_A])
-    bridge = Bridge(len(before), math.sqrt(1 / len(here) + 1 / len(there)))
-    told = f" ({len(before)} of environment {before[-1].environment}, bridged by commit {min(one.revision for one in theirs)[:12]})"
-    return BridgedSeries((*before, *after), levels_N, np.concatenate([errors_B, errors_A]), bridge, told)
+    levels_A, errors_A = _levels(after)
+    levels_N = np.concatenate([before.levels_N + (here.mean() - there.mean()), levels_A])
+    bridge = Bridge(len(before.nights), math.sqrt(1 / len(here) + 1 / len(there)))
+    own = bridge.place - (before.bridges[-1].place if before.bridges else 0)
+    link = f"{own} of environment {before.nights[-1].environment}, bridged by commit {min(one.revision for one in theirs)[:12]}"
+    errors_N = np.concatenate([before.errors_N, errors_A])
+    return BridgedSeries((*before.nights, *after), levels_N, errors_N, (*before.bridges, bridge), (*before.links, link))
 
 
 def _levels(nights: Sequence[Measurement]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

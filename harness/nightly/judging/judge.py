@@ -57,7 +57,9 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
         return judge_paired(series, acceptances, today)
     joined = _joined(series)
     found = _judge_each(joined, acceptances, day_of_looking(last.night) if today is None else today)
-    worse = max(found, key=lambda place: _weight(found[place]))  # of equal ones that of the last night
+    tonight = {one.environment for one in series if one.night == last.night}
+    order = sorted(found, key=lambda place: (place not in tonight, _is_too_short(found[place])))
+    worse = max(order, key=lambda place: _weight(found[place]))  # of equal ones one of the last night, and one that is long enough
     if found[worse].verdict is Verdict.PASS:  # in all of them: told is where least would show
         passed = [place for place in found if found[place].verdict is Verdict.PASS]
         worse = max(passed, key=lambda place: found[place].detectable)
@@ -65,7 +67,8 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     judged = [place for place in joined if place == worse or not _is_too_short(found[place])]
     used = {*judged, *(one.environment for place in judged for one in joined[place].nights)}
     left = sum(one.environment not in used for one in series)
-    unseen = f"; {left} night{'' if left == 1 else 's'} of other machines or versions do not count" if left else ""
+    nights = "1 night of other machines or versions does" if left == 1 else f"{left} nights of other machines or versions do"
+    unseen = f"; {nights} not count" if left else ""
     if left and found[worse].verdict is Verdict.INCONCLUSIVE:
         unseen += ", unless one of their commits runs here, too (harness nightly run --at)"
     return replace(found[worse], summary=beside + found[worse].summary + unseen)
@@ -140,15 +143,20 @@ class _Standing:
 
 
 def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date) -> Judgement:
-    shifts = find_shifts(series.levels_N, series.errors_N, bridge=series.bridge)
+    shifts = find_shifts(series.levels_N, series.errors_N, bridges=series.bridges)
     found = _judge_shifts(series, shifts, acceptances, today)
-    bridge = series.bridge
-    if bridge is None or shifts.start >= bridge.place or found.verdict is Verdict.REGRESSION:
-        return found
-    # Nothing showed across the bridge, which is only as sure as a night or two: held against one another, the nights behind it are surer.
-    behind, known_E = series.behind(), find_shifts(series.levels_N[: bridge.place], series.errors_N[: bridge.place]).residuals_E
-    alone = _judge_shifts(behind, find_shifts(behind.levels_N, behind.errors_N, known_E=known_E), acceptances, today)
-    return alone if alone.verdict is Verdict.REGRESSION else found
+    for number, bridge in enumerate(series.bridges):
+        if found.verdict is Verdict.REGRESSION:
+            break
+        if shifts.start >= bridge.place:
+            continue
+        # Nothing showed across the bridge, which is only as sure as a night or two: held against one another, nights behind it are surer.
+        behind, end = series.behind(number), bridge.place
+        known_E = find_shifts(series.levels_N[:end], series.errors_N[:end], bridges=series.bridges[:number]).residuals_E
+        apart = find_shifts(behind.levels_N, behind.errors_N, bridges=behind.bridges, known_E=known_E)
+        alone = _judge_shifts(behind, apart, acceptances, today)
+        found = alone if alone.verdict is Verdict.REGRESSION else found
+    return found
 
 
 def _judge_shifts(series: BridgedSeries, shifts: Shifts, acceptances: Sequence[Acceptance], today: date) -> Judgement:
@@ -173,9 +181,10 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, acceptances: Sequence[A
     if missing > 0:
         summary = f"{told}: too few to tell noise from change; {missing} more in this environment {'is' if missing == 1 else 'are'} needed"
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
-    usual = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER)[0]
+    held = series.levels_before(shifts.start)
+    usual = detectable_step(shifts.residuals_E, held, _TEN, TARGET_POWER)[0]
     now, late = noise_now(levels_N[shifts.start :], usual)
-    noise, seen = detectable_step(shifts.residuals_E, count - shifts.start, _TEN, TARGET_POWER, now, *series.across(shifts.start))
+    noise, seen = detectable_step(shifts.residuals_E, held, _TEN, TARGET_POWER, now)
     above_N = levels_N - standing.reference
     better = nights[-1].better
     if hidden := (

@@ -6,6 +6,7 @@ N nights, E nights that know the noise.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -37,27 +38,25 @@ def noise_now(levels_N: NDArray[np.float64], usual: float) -> tuple[float, int]:
 
 
 def detectable_step(
-    residuals_E: NDArray[np.float64], before: int, after: int, power: float, now: float = 0.0, across: float = 0.0, behind: int = 0
+    residuals_E: NDArray[np.float64], before: Sequence[tuple[int, float]], after: int, power: float, now: float = 0.0
 ) -> tuple[float, float]:
     """Return how noisy nights are, and the step that would show.
 
     Args:
         residuals_E: that know the noise.
-        before: number of nights before the step.
+        before: numbers of nights before the step that those behind it are held against, and the error of bridges among them, in standard
+            deviations of a night; the one that tells most counts.
         after: number of nights from it on.
         power: chance with which it shows.
         now: standard deviation between the last nights, where they are noisier: those that come are expected to be so, too.
-        across: error of a bridge among those before, in standard deviations of a night; 0 where there is none.
-        behind: number of those that lie behind it, which are held against those that come by themselves, too.
 
     Returns:
         Standard deviation between nights, and the step, always above LEAST_EFFECT; both relative.
     """
     kept_E, noise = noise_of(residuals_E)
-    error, degrees = standard_error(residuals_E, before, after), degrees_of(len(kept_E), correlation_of(kept_E))
-    if across:
-        alone = standard_error(residuals_E, behind, after) if behind >= LEAST_AFTER else math.inf
-        error = min(alone, math.hypot(error, noise * across))
+    seen = [(count, across) for count, across in before if count >= LEAST_AFTER] or before[:1]
+    error = min(math.hypot(standard_error(residuals_E, count, after), noise * across) for count, across in seen)
+    degrees = degrees_of(len(kept_E), correlation_of(kept_E))
     if now > noise:
         error = math.hypot(error, _OF_A_MEDIAN * now / math.sqrt(after))  # `_location` of nights that differ so much is one
         degrees = min(degrees, RECENT - 1.0) if now > OTHER_NOISE * noise else degrees

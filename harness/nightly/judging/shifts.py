@@ -151,9 +151,9 @@ class _Nights:
         levels_N: in logarithms; more is worse.
         errors_N: standard error of each by its own repetitions.
         residuals_E: of other nights.
-        across: error of a bridge among them, in standard deviations of a night.
+        across: error of the bridges among them, in standard deviations of a night.
         earlier: the level from before, where theirs is worse.
-        joint: place of the first night behind the bridge; 0 where there is none.
+        joints: place of the first night behind each bridge.
     """
 
     levels_N: NDArray[np.float64]
@@ -161,7 +161,7 @@ class _Nights:
     residuals_E: NDArray[np.float64]
     across: float
     earlier: float | None = None
-    joint: int = 0
+    joints: tuple[int, ...] = ()
 
     def until(self, end: int, known: Sequence[NDArray[np.float64]]) -> _Nights:
         """The first nights, where others know the noise, too."""
@@ -174,7 +174,7 @@ def find_shifts(
     levels_N: NDArray[np.float64],
     errors_N: NDArray[np.float64] | None = None,
     *,
-    bridge: Bridge | None = None,
+    bridges: Sequence[Bridge] = (),
     known_E: NDArray[np.float64] = _NOTHING,
     densely: bool = False,
 ) -> Shifts:
@@ -183,7 +183,7 @@ def find_shifts(
     Args:
         levels_N: a level a night, in logarithms; more is worse.
         errors_N: standard error of each by its own repetitions, 0 where there is one; None: all have one.
-        bridge: where it goes on in another environment; what is compared across is less sure.
+        bridges: where it goes on in another environment; what is compared across is less sure.
         known_E: residuals of other nights that know the noise, too.
         densely: look after every night, as was done when they came; else of a long level after some, and after the last.
 
@@ -198,9 +198,9 @@ def find_shifts(
     errors_N = np.zeros(len(levels_N)) if errors_N is None else errors_N
     found, residuals_E, start = list[Shift](), known_E, 0
     for end in _looks(len(levels_N), found, densely):
-        across = bridge.error if bridge is not None and start < bridge.place < end else 0.0
-        joint = bridge.place - start if bridge is not None and across else 0
-        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, _earlier(levels_N, found), joint))
+        inside = [one for one in bridges if start < one.place < end]
+        across, joints = math.hypot(*(one.error for one in inside)), tuple(one.place - start for one in inside)
+        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, _earlier(levels_N, found), joints))
         if shift is None:
             continue
         residuals_E = np.concatenate([residuals_E, _around(levels_N[start : start + shift.start], shift)])
@@ -255,7 +255,7 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     before_M, after_K = nights.levels_N[:place], nights.levels_N[place:]
     # How far off a bridge is counts in `across`; it is no noise.
     sides = [before_M, *([after_K] if len(after_K) >= known_after else [])]
-    known = [nights.residuals_E, *(_centred(part) for part in _apart(sides, nights.joint))]
+    known = [nights.residuals_E, *(_centred(part) for part in _apart(sides, nights.joints))]
     if sum(map(len, known)) < LEAST_NOISE:
         return None
     kept_E, spread = noise_of(np.concatenate(known))
@@ -276,7 +276,7 @@ def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tu
     parts = [spread**2 * inflation(correlation, place) / place, own**2 * inflation(correlation, len(after_K)) / len(after_K)]
     error = math.sqrt((spread * nights.across) ** 2 + sum(parts))
     back = sign < 0 and nights.earlier is not None and median(after_K) - nights.earlier < max(LEAST_EFFECT, error)
-    others_E = np.concatenate([nights.residuals_E, *(_centred(part) for part in _apart([before_M], nights.joint))])
+    others_E = np.concatenate([nights.residuals_E, *(_centred(part) for part in _apart([before_M], nights.joints))])
     if not back and _is_usual(sign * others_E / effect, (sign * after_K - level) / effect, winsorized(others_E)[1] / effect):
         return None
     return Shift(place, len(nights.levels_N), place, sign * effect, error, degrees, back=back), _squares([before_M, after_K])
@@ -297,11 +297,11 @@ def _is_usual(others_E: NDArray[np.float64], after_K: NDArray[np.float64], sprea
     return chance_of(after, len(after_K), before + after, len(others_E) + len(after_K)) > _BY_CHANCE
 
 
-def _apart(sides: Sequence[NDArray[np.float64]], joint: int) -> Iterator[NDArray[np.float64]]:
-    """Nights of each side of a step, those of two machines apart."""
+def _apart(sides: Sequence[NDArray[np.float64]], joints: Sequence[int]) -> Iterator[NDArray[np.float64]]:
+    """Nights of each side of a step, those of each machine apart."""
     for side in sides:
-        yield from np.split(side, [joint]) if 0 < joint < len(side) else [side]
-        joint -= len(side)
+        yield from np.split(side, [joint for joint in joints if 0 < joint < len(side)])
+        joints = [joint - len(side) for joint in joints]
 
 
 def _first_of_many(nights: _Nights) -> Shift | None:
@@ -333,8 +333,8 @@ def _to_a_level(nights: _Nights, parts: Sequence[Segment]) -> Shift | None:
         if number == 0 or behind.is_line:
             continue
         kept = np.r_[:place, behind.start : behind.end]
-        joint = int((kept < nights.joint).sum())
-        levels = replace(nights, levels_N=nights.levels_N[kept], errors_N=nights.errors_N[kept], joint=joint)
+        joints = tuple(int((kept < joint).sum()) for joint in nights.joints)
+        levels = replace(nights, levels_N=nights.levels_N[kept], errors_N=nights.errors_N[kept], joints=joints)
         others = [one for one in (parts if first.is_line else parts[1:]) if one is not behind]
         # Around the line of a curve nights say more than the noise: they are asked only where levels alone are too few to know it.
         flat = [one for one in others if not one.is_line] if curved else others

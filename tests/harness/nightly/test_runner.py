@@ -24,7 +24,7 @@ from harness.nightly.config import read_config
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judgement import Judgement
 from harness.nightly.measurement import CellRow
-from harness.nightly.process import Ended, run_limited
+from harness.nightly.process import Ended, alone_in, run_limited
 from harness.nightly.runner import Night, Runner
 from harness.reporting.verdict import Verdict
 
@@ -42,6 +42,15 @@ def run(folder: Path, night: str = "1", **settings: object) -> Night:
 
 def python(code: str) -> str:
     return f'python -c "{code}"'
+
+
+def test_a_second_run_in_a_folder_waits_for_the_first(tmp_path: Path) -> None:
+    (tmp_path / "nightly" / "1").mkdir(parents=True)
+    with alone_in(tmp_path / "nightly" / "1", "name another folder"):
+        with pytest.raises(HarnessError, match=r"nightly/1: another process works there; wait for its end, or name another folder"):
+            run(tmp_path, commands={"c": python("pass")})
+        assert [row.outcome for row in run(tmp_path, "2", commands={"c": python("pass")}).rows] == ["pass"]
+    assert [row.outcome for row in run(tmp_path, commands={"c": python("pass")}).rows] == ["pass"]
 
 
 @pytest.mark.nightly

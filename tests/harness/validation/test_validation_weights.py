@@ -248,7 +248,7 @@ def test_a_group_a_step_off_may_be_the_solvers_behind_a_layer_norm(workspace, co
     assert re.match(rf"{MODULE}: row 3, group 0: its codes are off by \+1\.\d steps on average", found.findings[0])
 
 
-@pytest.mark.parametrize("gain", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("gain", [0.3, 0.5])
 def test_a_random_row_is_caught_whatever_its_gain_is_by_chance(workspace, compressed, gain):
     checkpoint = compressed("W8A8")
     base = load_file(workspace.base / "model.safetensors")[f"{MODULE}.weight"].double()[5]

@@ -164,9 +164,9 @@ def test_two_nights_far_off_that_no_test_shows_are_inconclusive() -> None:
 
 def test_what_is_compared_across_a_bridge_is_as_unsure_as_the_bridge() -> None:
     levels_N = np.array([level(one.values, one.better) for one in series([1.0] * 40 + [1.02] * 10)])
-    (shift,) = find_shifts(levels_N, bridge=Bridge(40, 0.5)).found
+    (shift,) = find_shifts(levels_N, bridges=[Bridge(40, 0.5)]).found
     (alone,) = find_shifts(levels_N).found
-    assert shift.error > alone.error and find_shifts(levels_N, bridge=Bridge(40, 5.0)).found == ()
+    assert shift.error > alone.error and find_shifts(levels_N, bridges=[Bridge(40, 5.0)]).found == ()
 
 
 @pytest.mark.parametrize("last", ["here", "there"])
@@ -201,6 +201,48 @@ def test_nights_behind_a_bridge_are_held_against_one_another_too(number: int) ->
     assert judge(before).verdict is Verdict.PASS
 
 
+CHAINS = {  # nights on B behind the bridge from A, the first of which at the level of before, and the size of what came then
+    "at once": (15, 0, 0.5),
+    "small": (28, 0, 0.05),
+    "later": (15, 5, 0.05),
+    "none": (15, 0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_what_is_worse_stays_so_behind_a_second_bridge(name: str) -> None:
+    """60 nights on A, some on B, 30 on C, each bridged by the last commit of the machine before."""
+    nights, good, size = CHAINS[name]
+    rng, rows = np.random.default_rng(0), []
+    for night in range(60 + nights + 30):
+        place = "A" if night < 60 else "B" if night < 60 + nights else "C"
+        factor = {"A": 1.0, "B": 1.4, "C": 0.7}[place]
+        again = [night - 1] if night in (60, 60 + nights) else []
+        for revision in (*again, night):
+            level_ = factor * (1 + size * (revision >= 60 + good))
+            values = level_ * np.exp(rng.normal(0, 0.004) + rng.normal(0, 0.005, 5))
+            rows.append(Measurement(night_label(night), place, f"r{revision}", "m", "lower", tuple(values)))
+    for end in (2, 10, 31):
+        found = judge([one for one in rows if one.night < night_label(60 + nights + end)])
+        assert found.verdict is (Verdict.REGRESSION if size else Verdict.PASS), (end, found.summary)
+    if size:
+        assert found.changes[0].night == night_label(60 + good) and abs(found.changes[0].effect - size) < 0.03
+    else:
+        assert f"{60 + nights + 30} nights (60 of environment A, bridged by commit r59; {nights} of environment B" in found.summary
+
+
+@pytest.mark.parametrize("first", ["old", "young"])
+def test_a_young_machine_beside_an_old_one_does_not_count_whoever_wrote_first(first: str) -> None:
+    old = {one.night: one for one in at(series([1.0] * 50, environment="old"), "a")}
+    young = {one.night: one for one in at(series([1.3] * 50, seed=1, environment="young")[40:], "b")}
+    both = (old, young) if first == "old" else (young, old)
+    rows = [one[night] for night in old for one in both if night in one]
+    found = judge(rows)
+    assert found.verdict is Verdict.PASS and "10 nights of other machines or versions do not count" in found.summary, found.summary
+    switched = [one for one in rows if one.environment == "young" or one.night < night_label(48)]
+    assert judge(switched).verdict is Verdict.INCONCLUSIVE  # nobody knows what the last nights mean
+
+
 @pytest.mark.parametrize("behind", [1, 3, 6])
 def test_what_would_show_behind_a_bridge_takes_in_how_sure_it_is(behind: int) -> None:
     """Ten more nights mostly show a step of what is said; what nights without a bridge would show they never do behind a single one."""
@@ -229,10 +271,10 @@ def test_what_would_show_behind_a_bridge_takes_in_how_sure_it_is(behind: int) ->
 def test_how_far_off_a_bridge_is_hides_no_step_behind_it(behind: int) -> None:
     """The night that tells the factor of two machines was off by two spreads: a level of its own, and no noise."""
     levels_N = np.random.default_rng(2).normal(0, 0.0045, 60) - 0.01 * (np.arange(60) >= 40) + 0.05 * (np.arange(60) >= 60 - behind)
-    (shift,) = find_shifts(levels_N, bridge=Bridge(40, math.sqrt(2))).found
+    (shift,) = find_shifts(levels_N, bridges=[Bridge(40, math.sqrt(2))]).found
     assert shift.place == 60 - behind and shift.effect > 0.03
     still = levels_N - 0.05 * (np.arange(60) >= 60 - behind)
-    assert find_shifts(still, bridge=Bridge(40, math.sqrt(2))).found == ()
+    assert find_shifts(still, bridges=[Bridge(40, math.sqrt(2))]).found == ()
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.002, 0.01])
