@@ -323,8 +323,11 @@ def _by_name(value: Any) -> str:
 
 
 def _settings(modifier: Modifier) -> dict[str, Any]:
-    try:
-        data = modifier.model_dump(mode="json", exclude=_FILLED_IN, exclude_defaults=True, fallback=_by_name)
-    except PydanticSerializationError as error:
-        raise RecipeError(f"{modifier.label}: a setting cannot be written into a recipe ({error}); use plain values") from error
+    data: dict[str, Any] = {}
+    for name in (one for one in type(modifier).model_fields if one not in _FILLED_IN):
+        try:
+            data |= modifier.model_dump(mode="json", include={name}, exclude_defaults=True, fallback=_by_name)
+        # Of pydantic, of codecs for bytes, and of what is no truth value, as the comparison of a tensor with the default.
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise RecipeError(f"{modifier.label}: setting {name} cannot be written into a recipe ({error}); use plain values") from error
     return dict(escape(data))

@@ -463,7 +463,8 @@ class Transform(Protocol):
     def apply(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
         """Transform a model of transformers in place; batches of token ids [B, T] to calibrate on.
 
-        Meets bfloat16, float32 and float64, in which the output stays what it was to a few roundings, and evaluation and training mode.
+        Meets bfloat16, float32 and float64, in which the output stays what it was to a few roundings, evaluation and training mode, and
+        gradients that are off, or on while no weight asks for one.
         """
 
     def targets(self, model: nn.Module) -> Sequence[str]:

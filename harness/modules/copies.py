@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from harness.modules.subject import PROBE, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 from harness.modules.tensors import (
     FLOATS,
+    Facts,
     all_tensors,
     changed_facts,
     cut_names,
@@ -44,7 +45,7 @@ def _deepcopy(subject: Subject) -> list[str]:
         for name in tensors.keys() & others.keys():
             findings += [] if same_bits(tensors[name], others[name]) else [f"{name} differs in the copy"]
             findings += [f"{name} is shared with the copy"] if share_memory(tensors[name], others[name]) else []
-        changed = changed_facts(facts_of(module), facts_of(twin), "number of hooks")  # torch's own GraphModule leaves them out
+        changed = changed_facts(facts_of(module), facts_of(twin), "hooks", "hooks of the tensor")  # torch's own GraphModule leaves them out
         findings += [f"{line} in the copy" for line in changed]
         module.eval()
         twin.eval()
@@ -74,7 +75,7 @@ def _to_dtype(subject: Subject) -> list[str]:
         raise NotApplicableError("it computes with complex numbers alone")
     new = torch.bfloat16 if old is not torch.bfloat16 else torch.float32
     with untouched(module):
-        facts = facts_of(module)
+        facts = _facts_with_hooks(module)
         values = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}
         before = {name: tensor.dtype for name, tensor in values.items()}
         kept = {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
@@ -95,6 +96,18 @@ def _to_dtype(subject: Subject) -> list[str]:
             written = [name for name in now if not same_bits(after[name].detach(), now[name])]
             findings += [f"a forward in {new} changed the values of parameters: {', '.join(written[:5])}"] if written else []
     return findings
+
+
+def _facts_with_hooks(module: nn.Module) -> Facts:
+    """Hang hooks on each of its modules, which change nothing, and return the facts. Changes the module."""
+    for part in module.modules():
+        part.register_forward_pre_hook(_look)
+        part.register_forward_hook(_look)
+    return facts_of(module)
+
+
+def _look(*seen: object) -> None:
+    """A hook that changes nothing."""
 
 
 def _is_rounded(value: Tensor, now: Tensor) -> bool:
@@ -159,9 +172,11 @@ def _to_device(subject: Subject) -> list[str]:
     devices = {tensor.device.type for tensor in all_tensors(module).values()}
     target = torch.device("cpu" if "cuda" in devices else "cuda" if torch.cuda.is_available() else "meta")
     with untouched(module):
-        facts, values = facts_of(module), {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
+        facts, values = _facts_with_hooks(module), {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
         findings = [] if module.to(target) is module else ["to(device) did not return the module"]
-        of_torch = ("the same as",) if target.type == "meta" else ()  # where torch makes new parameters, one for each name
+        of_torch = (
+            ("the same as", "hooks of the tensor") if target.type == "meta" else ()
+        )  # where torch makes new parameters, one for each name
         findings += [f"{line} behind to({target.type!r})" for line in changed_facts(facts, facts_of(module), *of_torch)]
         left = [name for name, tensor in all_tensors(module).items() if tensor.device.type != target.type]
         findings += [f"{name} stayed behind when the module went to {target.type}" for name in left]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from compressor.pages import equal_bytes, raw_bytes
-from harness.lifecycle.driving.snapshot import HOOKS
+from harness.lifecycle.driving.snapshot import HOOKS, TENSOR_HOOKS, Same
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that layers compute with; `to(dtype)` goes between them."""
@@ -79,18 +79,20 @@ def facts_of(module: nn.Module) -> Facts:
         module: the module; its descendants are looked at, too.
 
     Returns:
-        Kind and dotted name -> fact: what trains, which names are those of one parameter, what is saved, modes, and numbers of hooks.
+        Kind and dotted name -> fact: what trains, which names are those of one parameter, what is saved, modes, and hooks.
     """
     first: dict[int, str] = {}
     left_out = non_persistent_names(module)
     facts: Facts = {}
     for name, tensor in known_tensors(module).items():
+        hooks = [Same(hook) for kind in TENSOR_HOOKS for hook in (getattr(tensor, kind, None) or {}).values()]
         facts |= {("requires_grad", name): tensor.requires_grad, ("in the state dict", name): name not in left_out}
+        facts["hooks of the tensor", name] = hooks
     for name, parameter in module.named_parameters(remove_duplicate=False):
         facts["the same as", name] = first.setdefault(id(parameter), name)
     for name, part in module.named_modules():
-        hooks = sum(len(vars(part).get(kind) or ()) for kind in HOOKS)
-        facts |= {("training", name): part.training, ("number of hooks", name): hooks}
+        hooks = [Same(hook) for kind in HOOKS for hook in (vars(part).get(kind) or {}).values()]
+        facts |= {("training", name): part.training, ("hooks", name): hooks}
     return facts
 
 

@@ -191,7 +191,7 @@ RUN = 8
 """Neighbouring columns whose noise is judged together."""
 
 _ELEMENTS_AT_ONCE = 1 << 22
-_FAINT = 0.5  # rows below this share of a step that they do not have to themselves round to nothing, rightly
+_HALF = 0.501  # a step that is rounded to the nearest, in whatever dtype that was computed
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
     Returns:
         The statistics; computed by blocks of rows.
     """
-    signals, products, energies, squares, faint, same, total = [], [], [], [], [], [], np.zeros(base.shape[1])
+    signals, products, energies, squares, rounded, same, total = [], [], [], [], [], [], np.zeros(base.shape[1])
     groups = np.zeros(base.shape[1], int) if decoded.groups is None else decoded.groups
     columns = ColumnNoise(groups, scheme.type == "int")
     for rows in _blocks(base.shape):
@@ -289,12 +289,12 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
         products.append((w * q).sum(1))
         energies.append((q * q).sum(1))
         same.append((decoded.codes[rows] == decoded.codes[rows][:, :1]).all(1))
-        faint.append(np.abs(w).max(1) <= _FAINT * step.max(1) if scheme.strategy in ("tensor", "block") else np.zeros(len(w), bool))
+        rounded.append((np.abs(q - w) <= _HALF * step).all(1))
         is_cut = _is_cut(w, q, *_ends(decoded, scheme, rows))
         error = columns.add(w, q, step, is_cut)
         squares.append(np.square(error).mean(1))
         total += _relative(w, q, step, is_cut).sum(0)
-    signal, product, energy, square, is_faint, is_same = map(np.concatenate, (signals, products, energies, squares, faint, same))
+    signal, product, energy, square, is_rounded, is_same = map(np.concatenate, (signals, products, energies, squares, rounded, same))
     column = total / len(base)
     column = np.maximum(column, max(column.mean(), 1e-12))
     worst = []
@@ -305,9 +305,9 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
     with np.errstate(all="ignore"):
         gains = np.where(signal > 0, product / signal, np.where(energy > 0, np.inf, 1.0))
         ratio = np.median(((signal - 2 * product + energy) / signal)[signal > 0]) if signal.any() else 0.0
-    gains[is_faint] = np.nan
+    gains[is_rounded] = np.nan  # where a scale is shared by rows, small ones round to next to nothing, rightly
     least_error = MIN_DEVIATION * float(np.sqrt(max(0.0, ratio) / base.shape[1]))
-    flat = is_same & (energy > 2 * product) & ~is_faint
+    flat = is_same & (energy > 2 * product) & ~is_rounded
     zeros = _noise_of_zeros(base, decoded, scheme, column)
     return RowNoise(gains, signal, energy, least_error, flat, square, base.shape[1], noise, runs, zeros, columns)
 

@@ -52,6 +52,10 @@ def build(architecture: str, *, seed: int = 0, tied: bool = False) -> nn.Module:
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         raise NothingToCheckError(f"{architecture} has no head over its vocabulary")
+    own: Any = model.config
+    for config in (own, own.get_text_config()):  # as a checkpoint has it, so that who switches it off is seen
+        if hasattr(config, "use_cache"):
+            config.use_cache = True
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         embedding: Any = model.get_input_embeddings()  # type: ignore[operator]

@@ -34,10 +34,13 @@ _PLACES = 8  # of an entry, along the diagonal of a weight
 _ALIKE = 0.9  # cosine of the two sides; of n channels drawn apart it is about n^-1/2
 
 
-def _apply(subject: Transform, model: nn.Module, context: CheckContext, shapes: Sequence[tuple[int, int]] = ()) -> None:
-    """Give it batches of these rows and lengths, or two of 2 x 12."""
+def _apply(
+    subject: Transform, model: nn.Module, context: CheckContext, shapes: Sequence[tuple[int, int]] = (), *, is_frozen: bool = False
+) -> None:
+    """Give it batches of these rows and lengths, or two of 2 x 12; where gradients are on if no weight is to have one."""
+    model.requires_grad_(not is_frozen)
     others = [token_ids(model, seed=context.seed + at, rows=rows, length=length)[0] for at, (rows, length) in enumerate(shapes)]
-    with torch.no_grad():
+    with torch.set_grad_enabled(is_frozen):
         subject.apply(model, others or token_ids(model, seed=context.seed + 7))
 
 
@@ -298,17 +301,17 @@ def checkpoint(subject: Transform, context: CheckContext) -> str:
 @register(
     None,
     "repeats",
-    "A second call makes the same of an equal model, in its weights and its output, whatever mode it is in and seed the caller has",
+    "A second call makes the same of an equal model, whatever mode it is in, whether gradients are on, and whatever seed the caller has",
     kind="transform",
 )
 def repeats(subject: Transform, context: CheckContext) -> str:
-    """Transform two equal models of the first architecture; each call finds another seed of the caller's, and the second training mode."""
+    """Transform two equal models of the first architecture; the second one is in training mode, frozen, and gradients are on."""
     first, second = (build(subject.architectures[0], seed=context.seed) for _ in range(2))
     ids = token_ids(first, seed=context.seed)[0]
     if not torch.equal(logits(second.train(), ids), logits(first, ids)):
         second.eval()  # it drops out by itself, and whoever looks at what its layers read would draw numbers
     _apply(subject, first, context)
-    _apply(subject, second, context)
+    _apply(subject, second, context, is_frozen=True)
     weights, again = first.state_dict(), second.state_dict()
     shared = weights.keys() & again.keys()
     differing = sorted((weights.keys() ^ again.keys()) | {name for name in shared if not torch.equal(weights[name], again[name])})

@@ -43,7 +43,7 @@ HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Hooks of all modules, those of registration among them, and of all optimizers.
 GLOBAL_HOOKS = [(torch_module, name) for name in vars(torch_module) if name.startswith("_global_") and name.endswith("_hooks")]
 GLOBAL_HOOKS += [(torch_optimizer, name) for name in vars(torch_optimizer) if name.startswith("_global_") and name.endswith("_hooks")]
@@ -209,7 +209,7 @@ class Held(Bits):
         place = None if tensor.is_sparse or tensor.device.type == "meta" else (tensor.stride(), tensor.data_ptr())
         self.beside: dict[str, object] = {"requires_grad": tensor.requires_grad, "memory": place}
         self.beside["grad"] = None if not tensor.is_leaf or tensor.grad is None else Bits(tensor.grad)
-        self.beside |= {f"hooks {kind}": [Same(hook) for hook in (getattr(tensor, kind, None) or {}).values()] for kind in _TENSOR_HOOKS}
+        self.beside |= {f"hooks {kind}": [Same(hook) for hook in (getattr(tensor, kind, None) or {}).values()] for kind in TENSOR_HOOKS}
         self.beside |= {f"attribute {name}": freeze(thing) for name, thing in getattr(tensor, "__dict__", {}).items()}
 
     def __eq__(self, other: object) -> bool:
@@ -343,7 +343,7 @@ def num_hooks(model: nn.Module) -> int:
     """Return how many hooks of any kind lie on a model's modules and tensors, and on all modules of the process."""
     own = sum(len(module.__dict__.get(kind) or ()) for module in model.modules() for kind in HOOKS)
     tensors = (*model.parameters(), *model.buffers())
-    own += sum(len(getattr(tensor, kind, None) or ()) for tensor in tensors for kind in _TENSOR_HOOKS)
+    own += sum(len(getattr(tensor, kind, None) or ()) for tensor in tensors for kind in TENSOR_HOOKS)
     return own + sum(len(getattr(owner, kind)) for owner, kind in GLOBAL_HOOKS)
 
 
@@ -379,7 +379,7 @@ def module_items(name: str, module: nn.Module) -> Iterator[tuple[tuple[str, str]
                 yield ("attribute", f"{where} in checkpoints"), key not in module._non_persistent_buffers_set
             for attribute, thing in getattr(tensor, "__dict__", {}).items():
                 yield ("attribute", f"{where}.{attribute}"), freeze(thing)
-            for kind in _TENSOR_HOOKS:
+            for kind in TENSOR_HOOKS:
                 if hooks := getattr(tensor, kind, None):
                     yield ("hooks", f"{where}.{kind}"), [Same(hook) for hook in hooks.values()]
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from compressor import AWQModifier, QuIPModifier
 from compressor.errors import RecipeError, SchemeError, UserInputError
@@ -626,8 +627,23 @@ def test_what_torch_writes_as_a_name_is_written_so() -> None:
 
 
 def test_a_setting_that_no_text_can_hold_is_an_error_at_once() -> None:
-    with pytest.raises(RecipeError, match=r"Needy\[0\]: a setting cannot be written into a recipe"):
+    with pytest.raises(RecipeError, match=r"Needy\[0\]: setting function cannot be written into a recipe"):
         load_recipe([Needy(sparsity=0.5, function=lambda: None)])
+
+
+class Holds(Modifier):
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    values: Any = None
+    raw: bytes = b"a"
+
+    def on_initialize(self, state: State) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("name", "value"), [("values", torch.zeros(2)), ("values", np.zeros(2)), ("raw", b"\xff\x00")])
+def test_a_setting_that_is_no_plain_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(RecipeError, match=rf"Holds\[0\]: setting {name} cannot be written into a recipe \(.*\); use plain values"):
+        load_recipe([Holds(**{name: value})]).dump()
 
 
 # --- writing and reading back

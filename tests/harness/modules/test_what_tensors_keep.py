@@ -68,6 +68,27 @@ class Loses(Codes):
         return self
 
 
+def scale(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * 3
+
+
+class DropsAnyHook(Codes):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DropsAnyHook:
+        self._forward_pre_hooks.clear()
+        return super()._apply(fn, recurse)  # type: ignore[no-any-return]
+
+
+class DropsHooksOfAWeight(Codes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(lambda grad: grad)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DropsHooksOfAWeight:
+        super()._apply(fn, recurse)
+        self.first.weight = nn.Parameter(self.first.weight.detach())
+        return self
+
+
 class Unsaves(Codes):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Unsaves:
         super()._apply(fn, recurse)
@@ -83,7 +104,7 @@ class Trains(Codes):
 class DropsHooks(Codes):
     def __init__(self) -> None:
         super().__init__()
-        self.first.register_forward_hook(lambda module, args, output: output * 3)
+        self.first.register_forward_hook(scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DropsHooks:
         self.first._forward_hooks.clear()
@@ -177,7 +198,9 @@ PLANTED: dict[type[Codes], tuple[str, str]] = {
     Loses: ("to_dtype", "scale is lost behind to(torch.bfloat16)"),
     Unsaves: ("to_dtype", "small: in the state dict was True and is False behind to(torch.bfloat16)"),
     Trains: ("to_dtype", "training was False and is True behind to(torch.bfloat16)"),
-    DropsHooks: ("to_dtype", "first: number of hooks was 1 and is 0 behind to(torch.bfloat16)"),
+    DropsHooks: ("to_dtype", "and is [<_look>] behind to(torch.bfloat16)"),
+    DropsAnyHook: ("to_dtype", "hooks was [<_look>, <_look>] and is [<_look>] behind to(torch.bfloat16)"),
+    DropsHooksOfAWeight: ("to_dtype", "first.weight: hooks of the tensor was [<"),
     WritesInBfloat16: ("to_dtype", "a forward in torch.bfloat16 changed the values of parameters: first.weight"),
     TakesAnyShape: ("state_dict_keys", "a strict load accepted codes in another shape, and left it as it was"),
     LoadThaws: ("state_dict_round_trip", "scale: requires_grad was False and is True behind a load"),

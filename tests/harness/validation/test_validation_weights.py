@@ -15,7 +15,7 @@ from harness.validation.format import decoder
 from harness.validation.inspection import inspect_modules
 from harness.validation.loading import load_compressed
 from harness.validation.policy import Policy, SqnrLimits
-from harness.validation.rows import ColumnNoise
+from harness.validation.rows import ColumnNoise, row_noise
 from harness.validation.subject import read_subject
 from harness.validation.weights import check_weights
 
@@ -261,6 +261,30 @@ def test_a_random_row_is_caught_whatever_its_gain_is_by_chance(workspace, compre
     checkpoint.edit(spoil)
     found = records(workspace.base, checkpoint.folder)["weights.rows"]
     assert found.outcome == "fail" and re.match(rf"{MODULE}: row 5: gain 0.\d\d: random, or another row's", found.findings[0]), found
+
+
+ROWS = {  # of 4 bits, with one scale for the whole weight: what became of row 5, whose weights are of this size in steps
+    "rounded, with one weight above half a step": (lambda w, noise: np.round(w), 0.21, False),
+    "random, with a gain of 0.5": (lambda w, noise: np.round(0.5 * w + 3 * noise), 2.0, True),
+    "far off where no token looked, with a gain near 1": (lambda w, noise: np.round(w + 2.2 * noise), 2.0, False),
+    "no farther off than others": (lambda w, noise: np.round(0.5 * w + 2.2 * noise), 2.0, False),
+    "dead": (lambda w, noise: np.zeros_like(w), 2.0, True),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_judged_by_its_gain_and_its_error(name):
+    change, size, is_told = ROWS[name]
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(32, 256)) * np.where(np.arange(32) == 5, size, 2.0)[:, None]
+    codes = np.round(w + (2.2 * rng.normal(size=w.shape) if "others" in name else 0))
+    noise = rng.normal(size=256)
+    codes[5] = change(w[5], noise - w[5] * (noise @ w[5]) / (w[5] @ w[5]))
+    given = codes.clip(-8, 7).astype(np.int16)
+    module = decoder.DecodedModule(torch.tensor(given * 1.0), given, np.ones(1), None, True, np.ones(1), None, False)
+    scheme = decoder.WeightScheme("int-quantized", 4, "int", True, "tensor", None, False)
+    found = row_noise(torch.tensor(w), module, scheme).dead_or_foreign(0.8, 7.0)
+    assert [line.split(":")[0] for line in found] == ["row 5"] * is_told, found
 
 
 def test_equal_values_that_round_to_one_side_are_sound():

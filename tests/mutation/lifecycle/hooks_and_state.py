@@ -126,7 +126,7 @@ RECIPE_MUTANTS: tuple[Mutant, ...] = (
         "settings_lost",
         "recipe",
         "the end of a modifier is not written",
-        (Edit(_RECIPE + "_settings", "exclude=_FILLED_IN", "exclude=_FILLED_IN | {'end'}"),),
+        (Edit(_RECIPE + "_settings", "not in _FILLED_IN", "not in _FILLED_IN | {'end'}"),),
         "lifecycle.recipe",
     ),
     Mutant(
