@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.nightly.judging.shifts import Bridge
+from harness.nightly.judging.shifts import LEAST_AFTER, Bridge
 from harness.nightly.measurement import Measurement, in_time
 
 LIVE_NIGHTS = 7
@@ -64,6 +64,27 @@ class BridgedSeries:
         """
         begins = [start, *(one.place for one in self.bridges if one.place > start)]
         return [(len(self.nights) - begin, math.hypot(*(one.error for one in self.bridges if one.place > begin))) for begin in begins]
+
+    def on_one_machine(self, first: int, last: int) -> int:
+        """Return where a level ends on the machine on which it began: a bridge behind it says nothing of the level.
+
+        Args:
+            first: place of its first night.
+            last: place of the first night behind it.
+
+        Returns:
+            The place of the first bridge in it, but for one right behind its beginning; `last` where there is none.
+        """
+        return min((one.place for one in self.bridges if first + LEAST_AFTER <= one.place < last), default=last)
+
+    def error_until(self, end: int) -> float:
+        """Return how unsure bridges make a level that ends at a place beside the first one, in standard deviations of a night."""
+        return math.hypot(*(one.error for one in self.bridges if one.place < end))
+
+    def until(self, end: int) -> BridgedSeries:
+        """Return the nights before a place; a bridge to it stays."""
+        bridges = tuple(one for one in self.bridges if one.place <= end)
+        return replace(self, nights=self.nights[:end], levels_N=self.levels_N[:end], errors_N=self.errors_N[:end], bridges=bridges)
 
     def behind(self, number: int) -> BridgedSeries:
         """Return the nights behind a bridge alone.
@@ -145,23 +166,60 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
         Its nights; behind those of the last earlier environment that ran a commit which ran here, too, up to the night from which on
         this one measured beside it; and so on, behind those of the one before.
     """
-    own = [one for one in series if one.environment == environment]
+    rows = [one for one in series if one.environment == environment]
+    ranks = _ranks(series)
+    own = _newest(rows, ranks)
     last = in_time(own[-1].night)
     earlier = dict.fromkeys(one.environment for one in reversed(series) if in_time(one.night) < last and one.environment != environment)
     for place in earlier:
-        theirs = [one for one in series if one.environment == place and in_time(one.night) < last]
+        all_theirs = [one for one in series if one.environment == place and in_time(one.night) < last]
+        theirs = _newest(all_theirs, ranks)
         joint = _joint(theirs, own)
-        before = theirs[:joint]
-        common = _near(theirs, {one.revision for one in own if _is_commit(one.revision)}, joint)
-        here = [one for one in own if one.revision in {one.revision for one in common}][:_NEAR]
-        again = {one.revision for one in before if _is_commit(one.revision)}
+        again = {one.revision for one in theirs[:joint] if _is_commit(one.revision)}
         after = [one for one in own if one.revision not in again]  # runs of an earlier commit again are what the bridge is made of
-        if before and common and after and in_time(before[-1].night) <= in_time(after[0].night):
-            until, kept = in_time(before[-1].night), set(map(id, before))
-            others = (one for one in series if one.environment not in (environment, place) and in_time(one.night) <= until)
-            kept.update(map(id, others))
-            return _joined(bridged([one for one in series if id(one) in kept], place), after, here, common)
+        if not after:
+            continue
+        begun = in_time(after[0].night)
+        joint = min(joint, sum(in_time(one.night) <= begun for one in theirs))
+        beside = set(map(id, theirs[joint:]))
+        end = next((number for number, one in enumerate(all_theirs) if id(one) in beside), len(all_theirs))
+        common = _near(all_theirs, {one.revision for one in rows if _is_commit(one.revision)}, end)
+        here = [one for one in rows if one.revision in {one.revision for one in common}][:_NEAR]
+        before = _before(series, environment, place, begun, beside)
+        if before is not None and common:
+            return _joined(before, after, here, common)
     return BridgedSeries(tuple(own), *_levels(own))
+
+
+def _before(
+    series: Sequence[Measurement], environment: str, place: str, begun: tuple[list[str | int], str], beside: set[int]
+) -> BridgedSeries | None:
+    """The series of an earlier environment, up to the night on which this one began, or from which on it measured beside it."""
+    rows = [one for one in series if one.environment != environment and in_time(one.night) <= begun]
+    if not any(one.environment == place for one in rows):
+        return None
+    found = bridged(rows, place)
+    end = next((number for number, one in enumerate(found.nights) if id(one) in beside), len(found.nights))
+    return found.until(end) if end else None
+
+
+_Rank = tuple[bool, tuple[list[str | int], str]]
+
+
+def _ranks(series: Sequence[Measurement]) -> dict[str, _Rank]:
+    """How new each revision is: the night that it came with, on whatever machine. One with uncommitted changes comes before all others."""
+    ranks: dict[str, _Rank] = {}
+    for one in series:
+        ranks.setdefault(one.revision, (not one.revision.endswith("-dirty"), in_time(one.night)))
+    return ranks
+
+
+def _newest(rows: Sequence[Measurement], ranks: Mapping[str, _Rank]) -> list[Measurement]:
+    """Of each night what was measured of its newest commit: `run --at` looks at older ones again."""
+    newest: dict[str, _Rank] = {}
+    for one in rows:
+        newest[one.night] = max(newest.get(one.night, ranks[one.revision]), ranks[one.revision])
+    return [one for one in rows if not one.revision or ranks[one.revision] == newest[one.night]]
 
 
 def _joint(theirs: Sequence[Measurement], own: Sequence[Measurement]) -> int:
@@ -185,11 +243,13 @@ def _joined(before: BridgedSeries, after: list[Measurement], ours: list[Measurem
     here, there = (_levels(side)[0] for side in (ours, theirs))
     levels_A, errors_A = _levels(after)
     levels_N = np.concatenate([before.levels_N + (here.mean() - there.mean()), levels_A])
-    bridge = Bridge(len(before.nights), math.sqrt(1 / len(here) + 1 / len(there)))
-    own = bridge.place - (before.bridges[-1].place if before.bridges else 0)
-    link = f"{own} of environment {before.nights[-1].environment}, bridged by commit {min(one.revision for one in theirs)[:12]}"
+    place = len(before.nights)
+    bridges = tuple(one for one in before.bridges if one.place < place)  # one that leads here goes on in the next one
+    across = math.hypot(math.sqrt(1 / len(here) + 1 / len(there)), *(one.error for one in before.bridges if one.place == place))
+    own = sum(one.environment == theirs[0].environment for one in before.nights)
+    link = f"{own} of environment {theirs[0].environment}, bridged by commit {min(one.revision for one in theirs)[:12]}"
     errors_N = np.concatenate([before.errors_N, errors_A])
-    return BridgedSeries((*before.nights, *after), levels_N, errors_N, (*before.bridges, bridge), (*before.links, link))
+    return BridgedSeries((*before.nights, *after), levels_N, errors_N, (*bridges, Bridge(place, across)), (*before.links, link))
 
 
 def _levels(nights: Sequence[Measurement]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -8,9 +8,10 @@ over, or somebody accepts it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from harness.nightly.judging.judgement import Change, Judgement, day_of_looking,
 from harness.nightly.judging.paired import judge_paired
 from harness.nightly.judging.power import detectable_step, noise_now, standard_error
 from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, Shifts, find_shifts
-from harness.nightly.judging.spread import chance_of
+from harness.nightly.judging.spread import chance_of, noise_of
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
 from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantile
@@ -55,8 +56,8 @@ def judge(series: Sequence[Measurement], acceptances: Sequence[Acceptance] = (),
     last = series[-1]
     if last.kind == "paired":
         return judge_paired(series, acceptances, today)
-    joined = _joined(series)
-    found = _judge_each(joined, acceptances, day_of_looking(last.night) if today is None else today)
+    joined = _joined(series, _live(series))
+    found = _judge_each(series, joined, acceptances, day_of_looking(last.night) if today is None else today)
     tonight = {one.environment for one in series if one.night == last.night}
     order = sorted(found, key=lambda place: (place not in tonight, _is_too_short(found[place])))
     worse = max(order, key=lambda place: _weight(found[place]))  # of equal ones one of the last night, and one that is long enough
@@ -87,19 +88,32 @@ def changes_of(series: Sequence[Measurement], acceptances: Sequence[Acceptance],
     """
     if series[-1].kind == "paired":
         return list(judge_paired(series, acceptances, today).changes)
-    each = _judge_each(_joined(series), acceptances, day_of_looking(series[-1].night) if today is None else today)
+    joined = _joined(series, _live(series))
+    each = _judge_each(series, joined, acceptances, day_of_looking(series[-1].night) if today is None else today)
     return [change for one in each.values() for change in one.changes]
 
 
-def _joined(series: Sequence[Measurement]) -> dict[str, BridgedSeries]:
-    """The series of every environment that measured lately, that of the last night first."""
+def _live(series: Sequence[Measurement]) -> Iterable[str]:
+    """Every environment that measured lately, that of the last night first."""
     live = [*dict.fromkeys(one.night for one in series)][-LIVE_NIGHTS:]
-    places = dict.fromkeys([series[-1].environment, *(one.environment for one in series if one.night in live)])
+    return dict.fromkeys([series[-1].environment, *(one.environment for one in series if one.night in live)])
+
+
+def _joined(series: Sequence[Measurement], places: Iterable[str]) -> dict[str, BridgedSeries]:
     return {place: bridged(series, place) for place in places}
 
 
-def _judge_each(joined: Mapping[str, BridgedSeries], acceptances: Sequence[Acceptance], today: date) -> dict[str, Judgement]:
-    return {place: _judge_environment(one, acceptances, today) for place, one in joined.items()}
+def _judge_each(
+    series: Sequence[Measurement], joined: Mapping[str, BridgedSeries], acceptances: Sequence[Acceptance], today: date
+) -> dict[str, Judgement]:
+    """Judge each; what one machine accepted while another paused does not mean what was told there behind it."""
+    told: list[str] = []
+    places = dict.fromkeys(one.environment for one in series)
+    if acceptances and len(places) > 1:
+        each = [_judge_environment(one, acceptances, today) for one in _joined(series, places).values()]
+        worse = [change for one in each if one.verdict is Verdict.REGRESSION for change in one.changes if change.acceptance is None]
+        told = [change.night for change in worse]
+    return {place: _judge_environment(one, acceptances, today, told) for place, one in joined.items()}
 
 
 def _is_too_short(found: Judgement) -> bool:
@@ -142,9 +156,10 @@ class _Standing:
         self.reference, self.since, self.start, self.open = now, since, start, []
 
 
-def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date) -> Judgement:
+def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date, told: Sequence[str] = ()) -> Judgement:
     shifts = find_shifts(series.levels_N, series.errors_N, bridges=series.bridges)
-    found = _judge_shifts(series, shifts, acceptances, today)
+    find = partial(find_acceptance, acceptances, today=today, told=told)
+    found = _judge_shifts(series, shifts, find)
     for number, bridge in enumerate(series.bridges):
         if found.verdict is Verdict.REGRESSION:
             break
@@ -154,21 +169,23 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
         behind, end = series.behind(number), bridge.place
         known_E = find_shifts(series.levels_N[:end], series.errors_N[:end], bridges=series.bridges[:number]).residuals_E
         apart = find_shifts(behind.levels_N, behind.errors_N, bridges=behind.bridges, known_E=known_E)
-        alone = _judge_shifts(behind, apart, acceptances, today)
+        alone = _judge_shifts(behind, apart, find)
         found = alone if alone.verdict is Verdict.REGRESSION else found
     return found
 
 
-def _judge_shifts(series: BridgedSeries, shifts: Shifts, acceptances: Sequence[Acceptance], today: date) -> Judgement:
+def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, str], Acceptance | None]) -> Judgement:
     nights, levels_N = series.nights, series.levels_N
     starts = [0, *(shift.start for shift in shifts.found)]
     ends = [*(shift.level_end or shift.start for shift in shifts.found), len(nights)]
+    ends[1:] = [series.on_one_machine(first, last) for first, last in zip(starts[1:], ends[1:], strict=True)]
     means = [float(np.median(levels_N[first:last])) for first, last in zip(starts, ends, strict=True)]
     standing = _Standing(means[0])
     for shift, now, end in zip(shifts.found, means[1:], ends[1:], strict=True):
         before = nights[max(0, shift.place - 1)].night
-        word = find_acceptance(acceptances, nights[shift.place].night, before, today) if shift.effect > 0 else None
+        word = find(nights[shift.place].night, before) if shift.effect > 0 else None
         error = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
+        error = math.hypot(error, noise_of(shifts.residuals_E)[1] * series.error_until(end))
         standing.take(_change(shift, nights[shift.place], word), now, error, shift.place)
     count, metric = len(nights), nights[-1].metric
     if standing.open:

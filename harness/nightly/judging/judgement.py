@@ -74,7 +74,7 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
-def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, today: date) -> Acceptance | None:
+def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, today: date, told: Sequence[str] = ()) -> Acceptance | None:
     """Find the acceptance that means a change: of its first night, or of a later one on which it was seen.
 
     Args:
@@ -82,14 +82,18 @@ def find_acceptance(acceptances: Sequence[Acceptance], night: str, before: str, 
         night: the first one of the new level.
         before: the one before it.
         today: an acceptance whose last day is before it has expired.
+        told: nights from which on another machine told of what is worse: a word of before them, on a night between these two, does not mean
+            that.
 
     Returns:
         The acceptance that was written last; None where there is none. Of one night the last word counts, also where it ends earlier.
     """
+    first = in_time(night)
     last_words = {one.night: number for number, one in enumerate(acceptances)}
     for number, one in reversed([*enumerate(acceptances)]):
         expired = bool(one.until) and today > date.fromisoformat(one.until)
-        if in_time(one.night) > in_time(before) and not expired and last_words[one.night] == number:
+        came_behind = any(in_time(one.night) < in_time(worse) <= first for worse in told)
+        if in_time(one.night) > in_time(before) and not expired and last_words[one.night] == number and not came_behind:
             return one
     return None
 

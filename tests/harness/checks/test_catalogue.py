@@ -211,3 +211,15 @@ def test_a_check_that_does_not_fit_the_catalogue_is_refused(name: str, settings:
         harness.checks.register(None, name, "A statement", **settings)(lambda subject, context: "")
     assert problem in str(caught.value)
     assert all_checks() == before
+
+
+def test_a_scale_that_underflows_below_a_global_one_may_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a weight of 3e5 the scale of a group up to 1.9 is one of the last fp8 numbers above 0, off by a third."""
+    from harness.checks.inputs import examine
+    from harness.checks.ours import QUANTIZERS
+
+    weight = torch.full((4, 64), 0.01)
+    weight[3, 63], weight[1, 3] = 3e5, 1.9
+    monkeypatch.setattr(examine, "fixed_weights", lambda *given: [("a small group", weight)])
+    subject = next(one for one in QUANTIZERS if one.name == "fp4-tensor_group16")
+    assert harness.check(subject, checks=["quantizer.covers"], draws=False).passed

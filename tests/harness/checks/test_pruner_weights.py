@@ -130,8 +130,6 @@ RIGHT: dict[str, tuple[Prune, dict[str, Any]]] = {
     "Wanda": (lambda w, h: kept(w, row_mask(w.float() * h.diagonal().sqrt())), {}),
     "Wanda of blocks": (lambda w, h: kept(w, block_mask(w.float() * h.diagonal().sqrt())), {"pattern": (2, 4)}),
     "a third": (lambda w, h: w.scatter(1, w.abs().argsort(dim=1, stable=True)[:, : w.shape[1] // 3], 0.0), {"sparsity": 1 / 3}),
-    "nothing": (lambda w, h: w.clone(), {"sparsity": 0.0}),
-    "everything": (lambda w, h: torch.zeros_like(w), {"sparsity": 1.0}),
 }  # fmt: skip
 
 

@@ -1,0 +1,116 @@
+"""What is worse stays so over chains of machines, over machines that come back, and over looks at older commits; what is mended is over."""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+
+import numpy as np
+import pytest
+
+from harness.nightly.judging.judge import judge
+from harness.nightly.judging.judgement import Judgement
+from harness.nightly.measurement import Acceptance, Measurement
+from harness.reporting.verdict import Verdict
+
+FACTORS = {"A": 0.0, "B": 0.3, "C": -0.2, "D": 0.5}
+
+
+def label(night: int) -> str:
+    return (date(2026, 1, 1) + timedelta(night)).isoformat()
+
+
+class Nights:
+    """Readings of several machines, as they are written."""
+
+    def __init__(self, seed: int, noise: float = 0.003) -> None:
+        self.rng, self.noise, self.rows = np.random.default_rng(seed), noise, list[Measurement]()
+
+    def add(self, night: int, machine: str, commit: int, level: float) -> None:
+        """A night of five repetitions."""
+        values = np.exp(level + FACTORS[machine] + self.rng.normal(0, self.noise) + self.rng.normal(0, self.noise / 2, 5))
+        self.rows.append(Measurement(label(night), machine, f"c{commit}", "m", "lower", tuple(values)))
+
+    def judged(self, *accepted: int) -> Judgement:
+        """What is said on the day of the last night, where changes of some nights were accepted."""
+        rows = sorted(self.rows, key=lambda one: one.night)
+        return judge(rows, [Acceptance("m", label(night), "", "meant") for night in accepted], date.fromisoformat(rows[-1].night))
+
+
+@pytest.mark.parametrize(("own", "bridge"), [(1, -1), (1, 0), (2, -1)])
+def test_a_machine_of_one_night_carries_what_came_before_it(own: int, bridge: int) -> None:
+    """A becomes worse; B begins behind a bridge and has a night or two, in the last of which C's bridge ran."""
+    nights = Nights(0)
+    for night in range(60 + own + 40):
+        machine = "A" if night < 60 else "B" if night < 60 + own else "C"
+        if night in (60, 60 + own):
+            nights.add(night + bridge, machine, night - 1, 0.1)
+        nights.add(night, machine, night, 0.1 * (night >= 35))
+    found = nights.judged()
+    assert found.verdict is Verdict.REGRESSION and found.changes[0].night == label(35), found.summary
+
+
+@pytest.mark.parametrize("is_bridged_again", [False, True])
+@pytest.mark.parametrize(("second", "third"), [(12, 12), (35, 12), (3, 20)])
+def test_machines_that_take_turns_in_blocks_keep_what_came_first(second: int, third: int, is_bridged_again: bool) -> None:
+    nights, begins = Nights(1), [0, 60, 60 + second, 60 + second + third]
+    for night in range(begins[-1] + 40):
+        block = sum(begin <= night for begin in begins) - 1
+        if night == 60 or (is_bridged_again and night in begins[2:]):
+            nights.add(night - 1, "AB"[block % 2], night - 1, 0.1)
+        nights.add(night, "AB"[block % 2], night, 0.1 * (night >= 35))
+    found = nights.judged()
+    assert found.verdict is Verdict.REGRESSION and found.changes[0].night == label(35), found.summary
+
+
+@pytest.mark.parametrize("further", [0.0, 0.3])
+@pytest.mark.parametrize("then", ["A", "C"])
+def test_what_was_accepted_elsewhere_in_a_pause_is_not_what_came_behind_it(then: str, further: float) -> None:
+    """On B 5 % are accepted and more is told; then A comes back, or C begins with a commit of A's."""
+    nights = Nights(2)
+    for night in range(135):
+        level = 0.05 * (night >= 80) + further * (night >= 90)
+        machine = "A" if night < 60 else "B" if night < 100 else then
+        if night == 100 and then == "C":
+            nights.add(night, "C", 50, 0.0)
+        nights.add(night, machine, night, level)
+    assert nights.judged(80).verdict is (Verdict.REGRESSION if further else Verdict.PASS)
+    assert nights.judged(80, 100).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("bridges", [1, 3])
+def test_what_is_mended_stays_so_behind_bridges(bridges: int) -> None:
+    verdicts = set()
+    for seed in range(8):
+        nights = Nights(seed, 0.01)
+        for night in range(75 + 20 * bridges):
+            hop = max(0, (night - 55) // 20)
+            if night >= 75 and (night - 55) % 20 == 0:
+                nights.add(night, "ABCD"[hop], night - 1, 0.0)
+            nights.add(night, "ABCD"[hop], night, 0.1 * (35 <= night < 50))
+        verdicts.add(nights.judged().verdict)
+    assert verdicts == {Verdict.PASS}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("looks", [2, 5, 8])
+def test_looks_at_older_commits_are_no_nights_of_the_code_of_now(looks: int, is_first: bool) -> None:
+    nights = Nights(3)
+    for night in range(70):
+        if night == 60 and not is_first:
+            nights.add(60, "A", 60, 0.1)
+        for commit in range(10, 10 + looks) if night == 60 else ():
+            nights.add(60, "A", commit, 0.0)
+        if night != 60 or is_first:
+            nights.add(night, "A", night, 0.1 * (night >= 35))
+    assert nights.judged(35).verdict is Verdict.PASS
+    assert nights.judged().verdict is Verdict.REGRESSION and nights.judged().changes[-1].night == label(35)
+    nights.rows = [one for one in nights.rows if one.night <= label(60)]
+    assert nights.judged().verdict is Verdict.REGRESSION
+
+
+def test_commits_of_one_night_that_are_new_both_count() -> None:
+    nights = Nights(4)
+    for night in range(60):
+        nights.add(night, "A", 2 * night, 0.0)
+        nights.add(night, "A", 2 * night + 1, 0.0)
+    assert nights.judged().num_nights == 120
