@@ -144,13 +144,12 @@ def covers(subject: Quantizer, context: CheckContext) -> str:
         """Refuse a scale that cuts values off, and one that leaves codes unused."""
         positions = found.positions
         slack = last * (1 + 1e-6) + float(torch.finfo(found.values.dtype).eps) * 4 * widest
-        over = torch.maximum(positions - grid[-1], grid[0] - positions)
         # Scales that underflow are raised to a floor, or rounded coarsely.
         whole = found.quantized.global_scale
         largest = units(found.exact, found.unit).abs().nan_to_num(nan=0.0).amax(1) * (1.0 if whole is None else float(whole))
-        held = held_in(subject) if whole is None else subject.stored_scale
-        normal = largest > max(torch.finfo(dtype or found.values.dtype).tiny for dtype in (None, held)) * 4 * widest
-        over = units(over, found.unit).nan_to_num(nan=-1.0).amax(1)
+        dtypes = found.values.dtype, (held_in(subject) if whole is None else subject.stored_scale) or found.values.dtype
+        normal = largest > max(torch.finfo(dtype).tiny for dtype in dtypes) * 4 * widest
+        over = units(torch.maximum(positions - grid[-1], grid[0] - positions), found.unit).nan_to_num(nan=-1.0).amax(1)
         refuse(normal & (over > slack), "a value is cut off by more than a step", steps=over)
         reach = units((positions - found.zero).abs(), found.unit).nan_to_num(nan=0.0).amax(1)
         spans = units(found.zero, found.unit)[:, 0]
