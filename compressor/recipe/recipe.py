@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import yaml
+from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from compressor.errors import RecipeError, SchemeError
@@ -322,11 +323,31 @@ def _by_name(value: Any) -> str:
     raise PydanticSerializationError(f"{value!r} is a {type(value).__name__}")
 
 
+def _dumped(modifier: Modifier, name: str) -> dict[str, Any]:
+    """A setting without its defaults, unless these are what tells it apart, as the tag of a union's member."""
+    options: dict[str, Any] = {"mode": "json", "include": {name}, "fallback": _by_name}
+    short = modifier.model_dump(**options, exclude_defaults=True)
+    value = getattr(modifier, name)
+    if name not in short or not _holds_models(value):
+        return short
+    twin = modifier.model_copy()
+    try:
+        type(modifier).__pydantic_validator__.validate_assignment(twin, name, short[name])
+    except ValidationError:
+        return modifier.model_dump(**options)
+    return short if getattr(twin, name) == value else modifier.model_dump(**options)
+
+
+def _holds_models(value: object) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, BaseModel) or any(_holds_models(one) for one in items)
+
+
 def _settings(modifier: Modifier) -> dict[str, Any]:
     data: dict[str, Any] = {}
     for name in (one for one in type(modifier).model_fields if one not in _FILLED_IN):
         try:
-            data |= modifier.model_dump(mode="json", include={name}, exclude_defaults=True, fallback=_by_name)
+            data |= _dumped(modifier, name)
         # Of pydantic, of codecs for bytes, and of what is no truth value, as the comparison of a tensor with the default.
         except (ValueError, RuntimeError, TypeError) as error:
             raise RecipeError(f"{modifier.label}: setting {name} cannot be written into a recipe ({error}); use plain values") from error

@@ -83,7 +83,7 @@ def run(settings: VerifySettings) -> Verdict:
 
 
 COMMAND = Command(
-    "hold a modifier against the lifecycle contract: checks 47 to 54 and a state machine",
+    "hold a modifier against the lifecycle contract: checks 43 and 47 to 54, others by name, and a state machine",
     VerifySettings,
     run,
     exit_codes("every check passed or did not apply", "a check failed", "nothing can be said: it needs settings, or no check applied"),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from types import MappingProxyType
 from typing import Any, cast, get_args
+
+from pydantic import BaseModel
 
 from compressor.errors import RecipeError, SchemeError, UserInputError
 from compressor.lifecycle import Modifier
@@ -105,13 +108,31 @@ def _with_known_need(made: Modifier) -> Modifier:
 
 def _copied(modifier: Modifier) -> Modifier:
     """A copy: every run takes one, so an object that cannot be copied is of no use."""
+    name = type(modifier).__qualname__
     try:
-        return modifier.model_copy(deep=True)
+        twin = modifier.model_copy(deep=True)
     except (TimeLimitError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the modifier is its author's, and raises what it likes
-        what = f"a {type(modifier).__qualname__} object cannot be copied ({type(error).__name__}: {error}), and every run needs a fresh one"
+        what = f"a {name} object cannot be copied ({type(error).__name__}: {error}), and every run needs a fresh one"
         raise UnusableError(f"{what}; give the class, or define __deepcopy__", is_fault=False) from error
+    if type(twin) is not type(modifier):
+        raise UnusableError(
+            f"a copy of a {name} object is of type {type(twin).__name__}, and every run takes one; mend __deepcopy__", is_fault=True
+        )
+    plain = (bool, int, float, str, list, tuple, dict, set, BaseModel, Enum)
+    settings = {key: value for key in type(modifier).model_fields if isinstance(value := getattr(modifier, key), plain)}
+    if lost := [key for key, value in settings.items() if _is_other(value, getattr(twin, key, None))]:
+        raise UnusableError(f"a copy of a {name} object has another {lost[0]}, and every run takes one; mend __deepcopy__", is_fault=True)
+    return twin
+
+
+def _is_other(value: object, copied: object) -> bool:
+    """Whether a setting that was copied is another one; what knows no equality, as tensors, is not asked."""
+    try:
+        return bool(copied != value) and repr(copied) != repr(value)
+    except (RuntimeError, ValueError, TypeError):
+        return False
 
 
 def _make(cls: type[Modifier]) -> Modifier:

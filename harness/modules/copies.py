@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from harness.modules.subject import PROBE, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 from harness.modules.tensors import (
@@ -45,8 +46,7 @@ def _deepcopy(subject: Subject) -> list[str]:
         for name in tensors.keys() & others.keys():
             findings += [] if same_bits(tensors[name], others[name]) else [f"{name} differs in the copy"]
             findings += [f"{name} is shared with the copy"] if share_memory(tensors[name], others[name]) else []
-        changed = changed_facts(facts_of(module), facts_of(twin), "hooks", "hooks of the tensor")  # torch's own GraphModule leaves them out
-        findings += [f"{line} in the copy" for line in changed]
+        findings += [f"{line} in the copy" for line in changed_facts(facts_of(module), facts_of(twin), *_NOT_COPIED)]
         module.eval()
         twin.eval()
         output = run(twin, *subject.inputs())
@@ -75,12 +75,14 @@ def _to_dtype(subject: Subject) -> list[str]:
         raise NotApplicableError("it computes with complex numbers alone")
     new = torch.bfloat16 if old is not torch.bfloat16 else torch.float32
     with untouched(module):
-        facts = _facts_with_hooks(module)
+        facts, handles = _facts_with_hooks(module)
         values = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}
         before = {name: tensor.dtype for name, tensor in values.items()}
         kept = {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
         findings += [f"{line} behind to({new})" for line in changed_facts(facts, facts_of(module))]
+        for handle in handles:
+            handle.remove()
         for name, tensor in known_tensors(module).items():
             if name not in before:
                 continue
@@ -98,16 +100,26 @@ def _to_dtype(subject: Subject) -> list[str]:
     return findings
 
 
-def _facts_with_hooks(module: nn.Module) -> Facts:
-    """Hang hooks on each of its modules, which change nothing, and return the facts. Changes the module."""
-    for part in module.modules():
-        part.register_forward_pre_hook(_look)
-        part.register_forward_hook(_look)
-    return facts_of(module)
+def _facts_with_hooks(module: nn.Module) -> tuple[Facts, list[RemovableHandle]]:
+    """Hang a hook of each kind on each of its modules, which change nothing, and return the facts. Changes the module."""
+    handles = [register(part, _look) for part in module.modules() for register in _REGISTERS]
+    return facts_of(module), handles
 
 
 def _look(*seen: object) -> None:
     """A hook that changes nothing."""
+
+
+_REGISTERS: tuple[Callable[[nn.Module, Callable[..., None]], RemovableHandle], ...] = (
+    nn.Module.register_forward_pre_hook,
+    nn.Module.register_forward_hook,
+    nn.Module.register_full_backward_pre_hook,
+    nn.Module.register_full_backward_hook,
+    nn.Module.register_state_dict_pre_hook,
+    nn.Module.register_state_dict_post_hook,
+    nn.Module.register_load_state_dict_pre_hook,
+    nn.Module.register_load_state_dict_post_hook,
+)
 
 
 def _is_rounded(value: Tensor, now: Tensor) -> bool:
@@ -172,7 +184,7 @@ def _to_device(subject: Subject) -> list[str]:
     devices = {tensor.device.type for tensor in all_tensors(module).values()}
     target = torch.device("cpu" if "cuda" in devices else "cuda" if torch.cuda.is_available() else "meta")
     with untouched(module):
-        facts, values = _facts_with_hooks(module), {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
+        (facts, _), values = _facts_with_hooks(module), {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
         findings = [] if module.to(target) is module else ["to(device) did not return the module"]
         of_torch = (
             ("the same as", "hooks of the tensor") if target.type == "meta" else ()
@@ -187,6 +199,47 @@ def _to_device(subject: Subject) -> list[str]:
             ]
             run(module, *tree_map_only(Tensor, lambda tensor: tensor.to(target), subject.inputs()))
     return findings
+
+
+_STEPS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "a copy": copy.deepcopy,
+    "a load": lambda module: _loaded(module),
+    "to(torch.float64)": lambda module: module.to(torch.float64),
+}
+_NOT_COPIED = ("hooks", "hooks of the tensor")  # which torch's own GraphModule leaves out
+
+
+@_check("module.two_steps", calls=False)
+def _two_steps(subject: Subject) -> list[str]:
+    """What was copied, loaded or converted keeps what it is when one of these is done to it again."""
+    own = facts_of(subject.module)
+    kept = [step for step in _STEPS if _keeps(subject.module, step, own)]  # what one step loses its own check tells
+    pairs = [(first, second) for first in kept for second in kept]
+    return [
+        f"{line} behind {first}, and {second} of that"
+        for first, second in pairs
+        for line in changed_facts(own, _facts_behind(subject.module, first, second), *_NOT_COPIED)
+    ]
+
+
+def _keeps(module: nn.Module, step: str, own: Facts) -> bool:
+    try:
+        return not changed_facts(own, _facts_behind(module, step), *_NOT_COPIED)
+    except Exception:  # noqa: BLE001 - a module may raise what it likes, and its own check tells
+        return False
+
+
+def _facts_behind(module: nn.Module, *steps: str) -> Facts:
+    with untouched(module):
+        found = module
+        for step in steps:
+            found = _STEPS[step](found)
+        return facts_of(found)
+
+
+def _loaded(module: nn.Module) -> nn.Module:
+    module.load_state_dict(module.state_dict())
+    return module
 
 
 @_check("module.no_pickling")

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from harness.modules.subject import PROBE, ModuleCheck, Subject, collect, untouched
-from harness.modules.tensors import changed_facts, facts_of, known_tensors, non_persistent_names, overwrite, persistent_names, same_bits
+from harness.modules.tensors import (
+    changed_facts,
+    facts_of,
+    known_tensors,
+    non_persistent_names,
+    overwrite,
+    persistent_names,
+    same_bits,
+)
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)

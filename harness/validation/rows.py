@@ -191,6 +191,8 @@ RUN = 8
 """Neighbouring columns whose noise is judged together."""
 
 _ELEMENTS_AT_ONCE = 1 << 22
+_LOST, _MOST_ROWS = 0.5, 1024  # share of its squares from which on a row is held against all rows of the base, and how many at most
+_MORE_LIKE = 0.15  # by so much more is it like another one; what a solver does to a row leads it nowhere
 _HALF = 0.501  # a step that is rounded to the nearest, in whatever dtype that was computed
 
 
@@ -206,6 +208,7 @@ class RowNoise:
         flat: rows of one code throughout that are farther from the base's than zeros would be, bool [R]: a zeroed row where codes are
             stored with an offset, whose gain is chance.
         squares: mean squared error in steps of each row, [R]; values that were cut off count as rounded.
+        nearest: of rows that have lost half of their squares, the base's row that is most like them, [R]; their own number for all others.
         num_columns: C.
         noise: of the noisiest run of eight columns of each row, [R].
         runs: which run that is, [R].
@@ -219,6 +222,7 @@ class RowNoise:
     least_error: float
     flat: np.ndarray
     squares: np.ndarray
+    nearest: np.ndarray
     num_columns: int
     noise: np.ndarray
     runs: np.ndarray
@@ -247,6 +251,7 @@ class RowNoise:
         off = ~(np.abs(self.gains - 1) <= max(max_error, self.least_error)) & ~np.isnan(self.gains)
         # Where few tokens were seen, as by an expert, a solver is free to go as far with a row, and keeps its gain near 1.
         off |= (self.squares > max(_ROUNDED, max_squares * float(np.median(self.squares)))) & (np.abs(self.gains - 1) > max_error / 2)
+        off |= self.nearest != np.arange(len(self.nearest))
         return [f"row {row}: {self._said_of(row)}" for row in np.flatnonzero(off | self.flat).tolist()]
 
     def spoilt_runs(self, max_noise: float) -> list[str]:
@@ -265,6 +270,8 @@ class RowNoise:
     def _said_of(self, row: int) -> str:
         if self.signals[row] == 0:
             return "the base's is zero, this one is not"
+        if self.nearest[row] != row and self.energies[row]:
+            return f"gain {self.gains[row]:.2f}: another row's, it is most like row {self.nearest[row]}"
         if self.flat[row] and self.energies[row]:
             return "dead: one code throughout"
         return "dead: all zero" if self.energies[row] == 0 else f"gain {self.gains[row]:.2f}: random, or another row's"
@@ -309,7 +316,23 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
     least_error = MIN_DEVIATION * float(np.sqrt(max(0.0, ratio) / base.shape[1]))
     flat = is_same & (energy > 2 * product) & ~is_rounded
     zeros = _noise_of_zeros(base, decoded, scheme, column)
-    return RowNoise(gains, signal, energy, least_error, flat, square, base.shape[1], noise, runs, zeros, columns)
+    nearest = _nearest(base, decoded, np.divide(signal - 2 * product + energy, signal, out=np.zeros_like(signal), where=signal > 0))
+    return RowNoise(gains, signal, energy, least_error, flat, square, nearest, base.shape[1], noise, runs, zeros, columns)
+
+
+def _nearest(base: torch.Tensor, decoded: DecodedModule, share: np.ndarray) -> np.ndarray:
+    """The base's row that each is most like by its cosine, of the worst rows that have lost half of their squares; else its own."""
+    nearest = np.arange(len(share))
+    worst = np.argsort(-share, kind="stable")[:_MOST_ROWS]
+    worst = worst[share[worst] > _LOST]
+    norms = base.float().norm(dim=1).clamp(min=1e-30)
+    for rows in np.array_split(worst, -(-len(worst) * len(base) // _ELEMENTS_AT_ONCE)) if len(worst) else ():
+        own_FC = torch.nn.functional.normalize(decoded.weight[rows].float(), dim=1)
+        cosines_FR = torch.cat([own_FC @ base[part].float().T for part in _blocks(base.shape)], dim=1).div(norms).nan_to_num(nan=-1.0)
+        best, places = cosines_FR.max(dim=1)
+        is_other = best > cosines_FR.gather(1, torch.from_numpy(rows)[:, None])[:, 0] + _MORE_LIKE
+        nearest[rows[is_other.numpy()]] = places[is_other].numpy()
+    return nearest
 
 
 def _blocks(shape: torch.Size) -> Iterator[slice]:

@@ -50,7 +50,7 @@ def _hold_again(subject: Subject, first: dict[str, Tensor], which: str) -> None:
         raise Violation("state", f"{which} gives other tensors: {', '.join(sorted(first.keys() ^ second.keys())[:4])}")
     changed = _changed(first, second)
     if changed:
-        follows = not _changed(first, subject.result(seed=1))
+        follows = not _changed(first, subject.result(seed=1)) and not _changed(second, subject.result(seed=_seed(subject)))
         why = "; they follow the caller's random numbers: draw from a torch.Generator of your own, or declare 'random'" if follows else ""
         raise Violation("state", f"{which} gives other values in {', '.join(changed[:4])}{why}")
 

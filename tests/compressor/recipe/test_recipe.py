@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytest
@@ -629,6 +629,40 @@ def test_what_torch_writes_as_a_name_is_written_so() -> None:
 def test_a_setting_that_no_text_can_hold_is_an_error_at_once() -> None:
     with pytest.raises(RecipeError, match=r"Needy\[0\]: setting function cannot be written into a recipe"):
         load_recipe([Needy(sparsity=0.5, function=lambda: None)])
+
+
+class One(BaseModel):
+    kind: Literal["one"] = "one"
+    k: int = 1
+
+
+class Two(BaseModel):
+    kind: Literal["two"] = "two"
+    k: float = 1.0
+
+
+class Either(Modifier):
+    told: Annotated[One | Two, Field(discriminator="kind")] = One()
+    tried: One | Two = One()
+    several: list[One | Two] = Field(default_factory=list)
+
+    def on_initialize(self, state: State) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("settings", [{"told": Two(k=5)}, {"told": Two()}, {"tried": Two()}, {"several": [Two(), One(k=3), Two(k=2)]}])
+def test_a_default_that_tells_the_member_of_a_union_is_written(settings: dict[str, Any]) -> None:
+    recipe = load_recipe([Either(**settings)])
+    text = recipe.dump()
+    own, again = recipe.modifiers[0], Either.model_validate({**Either().model_dump(), **_settings_in(text)})
+    assert {name: getattr(again, name) for name in settings} == settings == {name: getattr(own, name) for name in settings}
+
+
+def _settings_in(text: str) -> dict[str, Any]:
+    (stage,) = yaml.safe_load(text).values()
+    (modifiers,) = stage.values()
+    (found,) = modifiers.values()
+    return dict(found)
 
 
 class Holds(Modifier):

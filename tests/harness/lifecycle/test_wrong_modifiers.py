@@ -385,6 +385,31 @@ def test_state_in_a_class_is_told_by_name_each_time_and_put_back(modifier: type[
     assert "check_settings" not in vars(ReplacesAMethodOfItsClass)
 
 
+class LosesASetting(CalibratingWorker):
+    keep: float = 0.0
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> LosesASetting:
+        return LosesASetting()
+
+
+class BecomesAnother(CalibratingWorker):
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> CalibratingWorker:
+        return CalibratingWorker()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (LosesASetting(keep=0.9), "a copy of a LosesASetting object has another keep, and every run takes one; mend __deepcopy__"),
+        (BecomesAnother(), "a copy of a BecomesAnother object is of type CalibratingWorker, and every run takes one; mend __deepcopy__"),
+    ],
+)
+def test_an_object_is_not_judged_by_a_copy_that_is_another(given: Any, said: str) -> None:
+    report = verify(given, checks=["lifecycle.completes"])
+    assert report.verdict is Verdict.REGRESSION and said in report.records[0].summary, report.to_text()
+    assert verify(LosesASetting(), checks=["lifecycle.completes"]).passed
+
+
 def test_a_modifier_that_holds_what_cannot_be_copied_is_made_anew_for_each_run() -> None:
     class HoldsALock(CalibratingWorker):
         _lock: Any = PrivateAttr(default_factory=threading.Lock)

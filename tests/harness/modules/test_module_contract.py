@@ -440,6 +440,13 @@ class ComputesWithoutGradientsForATime(Layer):
         return super().forward(input) * scale
 
 
+class ThawsBehindAConversion(Layer):
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        if self.weight.dtype is torch.float64:
+            self.weight.requires_grad_(False)
+
+
 class TakesNothing(Layer):
     def forward(self) -> None:  # type: ignore[override]
         return None
@@ -497,6 +504,7 @@ PLANTED: dict[type[nn.Module], str] = {
     TensorInAttribute: "to_device",
     CopiedByPickle: "no_pickling",
     SavesAnObject: "no_pickling",
+    ThawsBehindAConversion: "two_steps",
     ComputesInAClosure: "deepcopy",
     KeepsItsFirstWeight: "state_dict_round_trip",
     ForgetsOnLoadingTheBufferOfItsFirstCall: "state_dict_round_trip",

@@ -130,6 +130,23 @@ class LoadThaws(Codes):
         self.scale.requires_grad_(True)
 
 
+class CopyOfACopyThaws(Codes):
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopyOfACopyThaws:
+        twin = CopyOfACopyThaws()
+        twin.load_state_dict(self.state_dict())
+        twin.copies = self.copies + 1
+        return twin.requires_grad_(twin.copies > 1).train(self.training) if twin.copies > 1 else twin.train(self.training)
+
+
+class LoadBehindAConversionUnsaves(Codes):
+    def _load_from_state_dict(self, *given: Any) -> None:
+        super()._load_from_state_dict(*given)
+        if self.scale.dtype is torch.float64:
+            self._non_persistent_buffers_set.add("small")
+
+
 class CopyThaws(Codes):
     def __deepcopy__(self, memo: dict[int, Any]) -> CopyThaws:
         twin = CopyThaws()
@@ -198,12 +215,17 @@ PLANTED: dict[type[Codes], tuple[str, str]] = {
     Loses: ("to_dtype", "scale is lost behind to(torch.bfloat16)"),
     Unsaves: ("to_dtype", "small: in the state dict was True and is False behind to(torch.bfloat16)"),
     Trains: ("to_dtype", "training was False and is True behind to(torch.bfloat16)"),
-    DropsHooks: ("to_dtype", "and is [<_look>] behind to(torch.bfloat16)"),
-    DropsAnyHook: ("to_dtype", "hooks was [<_look>, <_look>] and is [<_look>] behind to(torch.bfloat16)"),
+    DropsHooks: ("to_dtype", "first: hooks was ["),
+    DropsAnyHook: ("to_dtype", "hooks was ["),
     DropsHooksOfAWeight: ("to_dtype", "first.weight: hooks of the tensor was [<"),
     WritesInBfloat16: ("to_dtype", "a forward in torch.bfloat16 changed the values of parameters: first.weight"),
     TakesAnyShape: ("state_dict_keys", "a strict load accepted codes in another shape, and left it as it was"),
     LoadThaws: ("state_dict_round_trip", "scale: requires_grad was False and is True behind a load"),
+    CopyOfACopyThaws: ("two_steps", "scale: requires_grad was False and is True behind a copy, and a copy of that"),
+    LoadBehindAConversionUnsaves: (
+        "two_steps",
+        "small: in the state dict was True and is False behind to(torch.float64), and a load of that",
+    ),
     CopyThaws: ("deepcopy", "scale: requires_grad was False and is True in the copy"),
     CopyUnties: ("deepcopy", "second.weight: the same as was first.weight and is second.weight in the copy"),
     CopySavesLess: ("deepcopy", "codes: in the state dict was True and is False in the copy"),
