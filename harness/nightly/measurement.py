@@ -172,6 +172,11 @@ def in_time(night: str) -> tuple[list[str | int], str]:
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", night))], night
 
 
+def short(revision: str) -> str:
+    """Return the first characters of a revision, with `-dirty` where files differed from it; empty where it is unknown."""
+    return revision[:12] + ("-dirty" if revision.endswith("-dirty") else "")
+
+
 def begins_with_a_date(night: str) -> bool:
     """Whether a label is a date, or a date with something behind it; one that tries to be a date is one."""
     if not re.match(r"\d{4}-\d", night):

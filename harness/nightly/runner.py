@@ -26,7 +26,7 @@ from harness.nightly.history import History
 from harness.nightly.judging.flaky import Flaky, find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
-from harness.nightly.measurement import CellRow, Measurement, check_measurement, check_text
+from harness.nightly.measurement import CellRow, Measurement, check_measurement, check_text, short
 from harness.nightly.process import Ended, alone_in, run_limited
 from harness.nightly.work import Job
 from harness.reporting.text import printable
@@ -67,8 +67,8 @@ class Night:
 
     @property
     def commit(self) -> str:
-        """The first characters of the revision, with `-dirty` where files differed from it; empty where it is unknown."""
-        return self.revision[:12] + ("-dirty" if self.revision.endswith("-dirty") else "")
+        """The revision as it is shown."""
+        return short(self.revision)
 
     def verdict_of(self, row: CellRow) -> Verdict:
         """Return what a cell means for the night: one in quarantine that does not pass tells nothing."""

@@ -67,12 +67,14 @@ def show_series(series: Sequence[Measurement], words: Sequence[Acceptance], judg
     """Print the nights of a metric, and what they say."""
     from rich.text import Text
 
+    from harness.nightly.measurement import short
+
     rows = []
     for one in series:
         values = sorted(one.values)
         median = (values[(len(values) - 1) // 2] + values[len(values) // 2]) / 2
         spread = f"{(values[-1] - values[0]) / median:.1%}" if median else "-"  # half of the sequences lost nothing
-        rows.append((Text(one.night), f"{median:.5g}", spread, str(len(values)), one.environment, Text(one.revision[:12])))
+        rows.append((Text(one.night), f"{median:.5g}", spread, str(len(values)), one.environment, Text(short(one.revision))))
     table = plain_table(("night", "median", "spread", "times", "environment", "revision"), rows, is_lined=True)
     lines = [f"accepted since {one.night}{' until ' + one.until if one.until else ''}: {one.reason}" for one in words]
     _print(table, *lines, f"{judgement.metric}: {judgement.verdict.value}: {judgement.summary}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,6 +26,8 @@ _PAIRS = 1 << 20
 """Of repetitions that are held at once."""
 _LARGEST = 700.0
 """Logarithm of the largest share that is told: the interval of absurd noise may reach beyond what a number holds."""
+
+_Time = tuple[list[str | int], str]
 
 
 @dataclass(frozen=True)
@@ -167,16 +169,16 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
         this one measured beside it; and so on, behind those of the one before.
     """
     rows = [one for one in series if one.environment == environment]
-    ranks = _ranks(series)
-    own = _newest(rows, ranks)
+    first = _first_nights(series)
+    own = _of_now(rows, first) or rows
     last = in_time(own[-1].night)
     earlier = dict.fromkeys(one.environment for one in reversed(series) if in_time(one.night) < last and one.environment != environment)
     for place in earlier:
         all_theirs = [one for one in series if one.environment == place and in_time(one.night) < last]
-        theirs = _newest(all_theirs, ranks)
+        theirs = _of_now(all_theirs, first) or all_theirs
         joint = _joint(theirs, own)
         again = {one.revision for one in theirs[:joint] if _is_commit(one.revision)}
-        after = [one for one in own if one.revision not in again]  # runs of an earlier commit again are what the bridge is made of
+        after = _behind_bridge(own, again)
         if not after:
             continue
         begun = in_time(after[0].night)
@@ -191,9 +193,7 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
     return BridgedSeries(tuple(own), *_levels(own))
 
 
-def _before(
-    series: Sequence[Measurement], environment: str, place: str, begun: tuple[list[str | int], str], beside: set[int]
-) -> BridgedSeries | None:
+def _before(series: Sequence[Measurement], environment: str, place: str, begun: _Time, beside: set[int]) -> BridgedSeries | None:
     """The series of an earlier environment, up to the night on which this one began, or from which on it measured beside it."""
     rows = [one for one in series if one.environment != environment and in_time(one.night) <= begun]
     if not any(one.environment == place for one in rows):
@@ -203,23 +203,46 @@ def _before(
     return found.until(end) if end else None
 
 
-_Rank = tuple[bool, tuple[list[str | int], str]]
-
-
-def _ranks(series: Sequence[Measurement]) -> dict[str, _Rank]:
-    """How new each revision is: the night that it came with, on whatever machine. One with uncommitted changes comes before all others."""
-    ranks: dict[str, _Rank] = {}
+def _first_nights(series: Sequence[Measurement]) -> dict[str, _Time]:
+    """The night that each revision came with, on whatever machine: how new it is."""
+    first: dict[str, _Time] = {}
     for one in series:
-        ranks.setdefault(one.revision, (not one.revision.endswith("-dirty"), in_time(one.night)))
-    return ranks
+        first.setdefault(one.revision, in_time(one.night))
+    return first
 
 
-def _newest(rows: Sequence[Measurement], ranks: Mapping[str, _Rank]) -> list[Measurement]:
-    """Of each night what was measured of its newest commit: `run --at` looks at older ones again."""
-    newest: dict[str, _Rank] = {}
+def _of_now(rows: Sequence[Measurement], first: Mapping[str, _Time]) -> list[Measurement]:
+    """What was measured of the code of now: of each night the newest commit, and no single night at an older one, as `run --at` looks at.
+
+    Where the code went back to an older commit, it stays there for more than a night.
+    """
+    rank = {one.revision: (not one.revision.endswith("-dirty"), first[one.revision]) for one in rows}
+    newest: dict[str, tuple[bool, _Time]] = {}
     for one in rows:
-        newest[one.night] = max(newest.get(one.night, ranks[one.revision]), ranks[one.revision])
-    return [one for one in rows if not one.revision or ranks[one.revision] == newest[one.night]]
+        newest[one.night] = max(newest.get(one.night, rank[one.revision]), rank[one.revision])
+    kept = [one for one in rows if not one.revision or rank[one.revision] == newest[one.night]]
+    came = sorted(first.values())
+    nights = {one.night: one for one in kept}
+    is_older = [_is_commit(one.revision) and _latest(came, night) > first[one.revision] for night, one in nights.items()]
+    alone = {
+        night
+        for place, night in enumerate(nights)
+        if is_older[place] and not any(is_older[max(0, place - 1) : place]) and not any(is_older[place + 1 : place + 2])
+    }
+    return [one for one in kept if one.night not in alone]
+
+
+def _latest(came: Sequence[_Time], night: str) -> _Time:
+    """When the newest commit came that a night knew."""
+    return came[bisect_right(came, in_time(night)) - 1]
+
+
+def _behind_bridge(own: Sequence[Measurement], again: Collection[str]) -> list[Measurement]:
+    """Nights without the first ones that ran an earlier commit again, which the bridge is made of; the code may stay there for long."""
+    nights = list(dict.fromkeys(one.night for one in own))
+    others = [one.night for one in own if one.revision not in again]
+    made_of = nights[: min(nights.index(others[0]), _NEAR)] if others else nights[:1]
+    return [one for one in own if one.night not in made_of or one.revision not in again]
 
 
 def _joint(theirs: Sequence[Measurement], own: Sequence[Measurement]) -> int:

@@ -21,7 +21,7 @@ from harness.nightly.judging.bridging import LIVE_NIGHTS, level
 from harness.nightly.judging.flaky import find_flaky
 from harness.nightly.judging.judge import judge
 from harness.nightly.judging.judgement import Judgement
-from harness.nightly.measurement import Acceptance, CellRow, Measurement, in_time
+from harness.nightly.measurement import Acceptance, CellRow, Measurement, in_time, short
 from harness.nightly.runner import Night
 from harness.reporting.junit import to_junit
 from harness.reporting.pages import render, write_texts
@@ -134,7 +134,7 @@ def _index_page(night: Night, trends: list[Trend]) -> str:
 def _metric_page(history: History, trend: Trend) -> str:
     environments = {one.environment: dict(history.environment(one.environment).facts) for one in trend.series}
     rows = [(one, float(np.median(one.values))) for one in reversed(trend.series[-_SHOWN_NIGHTS:])]
-    data = {"trend": trend, "plot": _plot(trend, small=False), "rows": rows, "environments": environments}
+    data = {"trend": trend, "plot": _plot(trend, small=False), "rows": rows, "environments": environments, "short": short}
     return render("nightly_metric.html.j2", data)
 
 

@@ -114,3 +114,42 @@ def test_commits_of_one_night_that_are_new_both_count() -> None:
         nights.add(night, "A", 2 * night, 0.0)
         nights.add(night, "A", 2 * night + 1, 0.0)
     assert nights.judged().num_nights == 120
+
+
+def test_a_machine_that_begins_while_the_code_stands_still_carries_what_came_before() -> None:
+    """A became worse; B runs A's last commit, every night, and nothing else."""
+    nights = Nights(5)
+    for night in range(60):
+        nights.add(night, "A", night, 0.1 * (night >= 35))
+    for night in range(60, 100):
+        nights.add(night, "B", 59, 0.1)
+        if night in (62, 99):
+            found = nights.judged()
+            assert found.verdict is Verdict.REGRESSION and found.changes[0].night == label(35), found.summary
+
+
+@pytest.mark.parametrize("machines", ["A", "AB"])
+@pytest.mark.parametrize(("better", "back_to"), [(True, 30), (False, 59)])
+def test_code_that_goes_back_to_an_older_commit_is_the_code_of_now(machines: str, better: bool, back_to: int) -> None:
+    """Of what was better the level is lost, or of what was worse it is mended; on a machine that had not run that commit, too."""
+    level = {commit: 0.1 * ((commit >= 80) != better) for commit in range(120)}
+    nights = Nights(6)
+    for night in range(120):
+        machine = "A" if night < 60 else machines[-1]
+        commit = night if night < 100 else back_to
+        if night == 60 and machine == "B":
+            nights.add(59, "B", 59, level[59])
+        nights.add(night, machine, commit, level[commit])
+    assert nights.judged().verdict is (Verdict.REGRESSION if better else Verdict.PASS), nights.judged().summary
+
+
+@pytest.mark.parametrize("look", [105, 110])
+def test_a_night_at_an_older_commit_alone_is_no_night_of_the_code_of_now(look: int) -> None:
+    """What was accepted while A paused is accepted there, although A looked at a commit of before first."""
+    nights = Nights(7)
+    for night in range(100):
+        nights.add(night, "A" if night < 60 else "B", night, 0.1 * (night >= 80))
+    nights.add(look, "A", 40, 0.0)
+    for night in range(look + 1, look + 20):
+        nights.add(night, "A", night, 0.1)
+    assert nights.judged(80).verdict is Verdict.PASS and nights.judged().verdict is Verdict.REGRESSION
