@@ -48,6 +48,7 @@ _BIAS = 0.25  # mean error in steps of a whole weight
 _BIASED = 0.28  # mean squared error in steps beside it: rounding stays below a quarter, and codes that were rounded down have a third
 _MIN_VALUES = 12  # that a mean is taken over
 _SHOWN = 8
+_STRANGE = "random, or another column's"
 
 
 @dataclass
@@ -62,6 +63,7 @@ class ColumnNoise:
         product: <w, q>, [C].
         energy: |q|^2, [C].
         squares: squared error in steps, summed, [C].
+        nearest: of columns that have lost half of their squares, the base's column that is most like them, [C]; empty before it is known.
         shifts: mean error in steps of each group of each row so far, blocks of [R, G]; 0 where chance may have made it.
     """
 
@@ -73,6 +75,7 @@ class ColumnNoise:
     energy: np.ndarray = field(default_factory=lambda: np.zeros(1))
     squares: np.ndarray = field(default_factory=lambda: np.zeros(1))
     shifts: list[np.ndarray] = field(default_factory=list)
+    nearest: np.ndarray = field(default_factory=lambda: np.zeros(0, int))
     row_errors: list[np.ndarray] = field(default_factory=list)
     """Of each row so far the count, the sum and the sum of squares of its errors in steps, blocks of [R, 3]."""
 
@@ -122,8 +125,12 @@ class ColumnNoise:
         Returns:
             A line for each.
         """
-        found = np.flatnonzero(self._off(max_error) & (self.energy > 0))
-        return [f"column {place}: gain {self.product[place] / self.signal[place]:.2f}: random, or another column's" for place in found]
+        others = self.nearest if len(self.nearest) else np.arange(len(self.energy))
+        is_others = (others != np.arange(len(others))) & (self.squares > _ROUNDED * self.num_rows)
+        found = np.flatnonzero((self._off(max_error) | is_others) & (self.energy > 0))
+        words = {place: f"another column's, it is most like column {others[place]}" for place in np.flatnonzero(is_others)}
+        gains = self.product / np.maximum(self.signal, 1e-300)
+        return [f"column {place}: gain {gains[place]:.2f}: {words.get(place, _STRANGE)}" for place in found]
 
     def zeroed(self, max_error: float) -> list[int]:
         """Return the columns that are zero, and not by rounding.
@@ -192,7 +199,7 @@ RUN = 8
 
 _ELEMENTS_AT_ONCE = 1 << 22
 _LOST, _MOST_ROWS = 0.5, 1024  # share of its squares from which on a row is held against all rows of the base, and how many at most
-_MORE_LIKE = 0.15  # by so much more is it like another one; what a solver does to a row leads it nowhere
+_LIKE, _MORE_LIKE = 0.75, 0.15  # cosines: so like another one it is, and by so much more; what a solver does to a row leads it nowhere
 _HALF = 0.501  # a step that is rounded to the nearest, in whatever dtype that was computed
 
 
@@ -316,23 +323,30 @@ def row_noise(base: torch.Tensor, decoded: DecodedModule, scheme: WeightScheme) 
     least_error = MIN_DEVIATION * float(np.sqrt(max(0.0, ratio) / base.shape[1]))
     flat = is_same & (energy > 2 * product) & ~is_rounded
     zeros = _noise_of_zeros(base, decoded, scheme, column)
-    nearest = _nearest(base, decoded, np.divide(signal - 2 * product + energy, signal, out=np.zeros_like(signal), where=signal > 0))
+    nearest = _nearest(base, decoded.weight, _share(signal, product, energy))
+    columns.nearest = _nearest(base.T, decoded.weight.T, _share(columns.signal, columns.product, columns.energy))
     return RowNoise(gains, signal, energy, least_error, flat, square, nearest, base.shape[1], noise, runs, zeros, columns)
 
 
-def _nearest(base: torch.Tensor, decoded: DecodedModule, share: np.ndarray) -> np.ndarray:
+def _nearest(base_RC: torch.Tensor, weight_RC: torch.Tensor, share_R: np.ndarray) -> np.ndarray:
     """The base's row that each is most like by its cosine, of the worst rows that have lost half of their squares; else its own."""
-    nearest = np.arange(len(share))
-    worst = np.argsort(-share, kind="stable")[:_MOST_ROWS]
-    worst = worst[share[worst] > _LOST]
-    norms = base.float().norm(dim=1).clamp(min=1e-30)
-    for rows in np.array_split(worst, -(-len(worst) * len(base) // _ELEMENTS_AT_ONCE)) if len(worst) else ():
-        own_FC = torch.nn.functional.normalize(decoded.weight[rows].float(), dim=1)
-        cosines_FR = torch.cat([own_FC @ base[part].float().T for part in _blocks(base.shape)], dim=1).div(norms).nan_to_num(nan=-1.0)
+    nearest = np.arange(len(share_R))
+    worst = np.argsort(-share_R, kind="stable")[:_MOST_ROWS]
+    worst = worst[share_R[worst] > _LOST]
+    norms = base_RC.float().norm(dim=1).clamp(min=1e-30)
+    for rows in np.array_split(worst, -(-len(worst) * len(base_RC) // _ELEMENTS_AT_ONCE)) if len(worst) else ():
+        own_FC = torch.nn.functional.normalize(weight_RC[rows].float(), dim=1)
+        products = [own_FC @ base_RC[part].float().T for part in _blocks(base_RC.shape)]
+        cosines_FR = torch.cat(products, dim=1).div(norms).nan_to_num(nan=-1.0)
         best, places = cosines_FR.max(dim=1)
-        is_other = best > cosines_FR.gather(1, torch.from_numpy(rows)[:, None])[:, 0] + _MORE_LIKE
+        is_other = (best > _LIKE) & (best > cosines_FR.gather(1, torch.from_numpy(rows)[:, None])[:, 0] + _MORE_LIKE)
         nearest[rows[is_other.numpy()]] = places[is_other].numpy()
     return nearest
+
+
+def _share(signal: np.ndarray, product: np.ndarray, energy: np.ndarray) -> np.ndarray:
+    """Squared errors of rows or columns as a share of their squares; 0 where these are."""
+    return np.divide(signal - 2 * product + energy, signal, out=np.zeros_like(signal), where=signal > 0)
 
 
 def _blocks(shape: torch.Size) -> Iterator[slice]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
+
+from torch import nn
 
 from compressor.errors import CalibrationError
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, failures, failures_in
 from harness.lifecycle.driving.driver import CompressorRun
 from harness.lifecycle.driving.oracle_run import CheckedRun
-from harness.lifecycle.driving.snapshot import num_hooks
+from harness.lifecycle.driving.snapshot import freeze, num_hooks
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, MOMENTS, Settings
 from harness.lifecycle.subject import NothingToCheckError, Subject
@@ -49,7 +52,36 @@ def completes(subject: Subject) -> str:
             return f"a training, until {run.recorder.entries[-1].seen.callback} asks for the calibration that it does not have"
         what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
         raise Violation("refused", f"a run without any fault stopped: {what}", failures_in(run.recorder.entries))
+    _hold_stages(subject)
     return f"{len(subject.life())} moments, {run.model.__class__.__name__}"
+
+
+def _hold_stages(subject: Subject) -> None:
+    """Go through the life again, and see that no stage is compressed by a change of those before it, which have fed the others."""
+    run = subject.open()
+    checked, past = subject.check(run), set[str]()
+    for moment, names in subject.life():
+        is_stage = moment == "SEQUENTIAL_EPOCH_END"
+        if is_stage:
+            checked.forward(lambda: subject.forward(run))
+        before = _tensors_in(run.model, past, names) if is_stage else {}
+        if checked.go(moment, modules=names).kind == "failed":
+            return
+        after = _tensors_in(run.model, past, names) if is_stage else {}
+        if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+            what = f"{changed[0]} was changed as {names[0]} was compressed, which is not in it: others have learnt from what it was"
+            raise Violation("state", f"{what}; change only what event.modules names", changed)
+        past.update(names if is_stage else ())
+
+
+def _tensors_in(model: nn.Module, past: Collection[str], names: Collection[str]) -> dict[str, object]:
+    """What the modules of earlier stages hold, but for those that are in this one, too."""
+    modules = dict(model.named_modules())
+    current = {id(part) for name in names if name in modules for part in modules[name].modules()}
+    inside = tuple(f"{name}." for name in past)
+    owners = {name: one for name, one in modules.items() if f"{name}.".startswith(inside) and id(one) not in current} if inside else {}
+    own = {f"{name}.{key}": tensor for name, one in owners.items() for key, tensor in (*one._parameters.items(), *one._buffers.items())}
+    return {name: freeze(tensor) for name, tensor in own.items()}
 
 
 @register("illegal_calls", "An illegal call raises and changes nothing", number=47)

@@ -476,3 +476,16 @@ class _LosesTheLoss(Session):
 def test_a_wrong_session_is_told(session: type[Session], check: str, says: str) -> None:
     report = verify(Willing, TinyModel(8), inputs=tiny_batches(1), checks=[f"lifecycle.{check}"], session_class=session)
     assert says in report.records[-1].summary
+
+
+class ChangesAnEarlierStage(CalibratingWorker):
+    """Doubles the first layer as each stage is compressed."""
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        first = next(one for one in state.model.modules() if isinstance(one, torch.nn.Linear))
+        first.weight.data.mul_(2)
+
+
+def test_a_stage_that_is_compressed_by_a_change_of_an_earlier_one_is_told() -> None:
+    report = verify(ChangesAnEarlierStage, checks=["lifecycle.completes"])
+    assert report.verdict is Verdict.REGRESSION and "others have learnt from what it was" in report.records[1].summary, report.to_text()

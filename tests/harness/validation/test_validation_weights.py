@@ -301,6 +301,20 @@ def test_a_row_that_is_another_rows_is_told_by_what_it_is_most_like(likeness, is
     assert ["row 5" in line and "another row's, it is most like row 7" in line for line in found] == [True] * is_told, found
 
 
+@pytest.mark.parametrize(("likeness", "is_told"), [(0.0, True), (0.6, True), (0.95, False)])
+def test_columns_that_have_changed_places_are_told_though_they_are_alike(likeness, is_told):
+    rng = np.random.default_rng(2)
+    w = 2 * rng.normal(size=(96, 64))
+    w[:, 7] = likeness * w[:, 5] + (1 - likeness**2) ** 0.5 * w[:, 7]
+    given = np.round(w).clip(-8, 7).astype(np.int16)
+    given[:, [5, 7]] = given[:, [7, 5]]
+    module = decoder.DecodedModule(torch.tensor(given * 1.0), given, np.ones(1), None, True, np.ones(1), None, False)
+    scheme = decoder.WeightScheme("int-quantized", 4, "int", True, "tensor", None, False)
+    found = row_noise(torch.tensor(w), module, scheme).columns.foreign(0.8)
+    assert [line.split(":")[0] for line in found] == ["column 5", "column 7"] * is_told, found
+    assert all("another column's, it is most like column" in line for line in found)
+
+
 def test_equal_values_that_round_to_one_side_are_sound():
     """Four tenths of a step lie nearest to zero, all of them; a mean alone would call that rounding down."""
     for w, said in ((np.full((32, 64), 0.4), ""), (np.tile(np.linspace(0.01, 0.99, 64), (32, 1)), "rounded down")):
