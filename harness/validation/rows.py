@@ -340,8 +340,16 @@ def _nearest(base_RC: torch.Tensor, weight_RC: torch.Tensor, share_R: np.ndarray
         cosines_FR = torch.cat(products, dim=1).div(norms).nan_to_num(nan=-1.0)
         best, places = cosines_FR.max(dim=1)
         is_other = (best > _LIKE) & (best > cosines_FR.gather(1, torch.from_numpy(rows)[:, None])[:, 0] + _MORE_LIKE)
-        nearest[rows[is_other.numpy()]] = places[is_other].numpy()
+        for row, place in zip(rows[is_other.numpy()].tolist(), places[is_other].tolist(), strict=True):
+            nearest[row] = place if _is_lost(base_RC[[row, place]], weight_RC[row]) else row
     return nearest
+
+
+def _is_lost(own_and_other_2C: torch.Tensor, row_C: torch.Tensor) -> bool:
+    """Whether a row has next to nothing of its own beside what it has of another: a solver that saw few tokens may add of that one."""
+    pair_2C = own_and_other_2C.double()
+    share = torch.linalg.lstsq(pair_2C.T, row_C.double()[:, None]).solution[0, 0]
+    return bool(share < _LOST)
 
 
 def _share(signal: np.ndarray, product: np.ndarray, energy: np.ndarray) -> np.ndarray:

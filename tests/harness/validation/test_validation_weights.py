@@ -315,6 +315,17 @@ def test_columns_that_have_changed_places_are_told_though_they_are_alike(likenes
     assert all("another column's, it is most like column" in line for line in found)
 
 
+def test_a_column_to_which_a_solver_added_another_one_is_its_own():
+    """As GPTQ does where few tokens were seen, whose inputs of both hang together."""
+    rng = np.random.default_rng(3)
+    w = rng.normal(size=(96, 64))
+    given = np.round(w).clip(-8, 7).astype(np.int16)
+    given[:, 5] = np.round(w[:, 5] + 2 * w[:, 7]).clip(-8, 7)
+    module = decoder.DecodedModule(torch.tensor(given * 1.0), given, np.ones(1), None, True, np.ones(1), None, False)
+    noise = row_noise(torch.tensor(w), module, decoder.WeightScheme("int-quantized", 4, "int", True, "tensor", None, False))
+    assert noise.columns.foreign(0.8) == []
+
+
 def test_equal_values_that_round_to_one_side_are_sound():
     """Four tenths of a step lie nearest to zero, all of them; a mean alone would call that rounding down."""
     for w, said in ((np.full((32, 64), 0.4), ""), (np.tile(np.linspace(0.01, 0.99, 64), (32, 1)), "rounded down")):
