@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -263,16 +264,27 @@ def _near(theirs: Sequence[Measurement], own: set[str], joint: int) -> list[Meas
 
 
 def _joined(before: BridgedSeries, after: list[Measurement], ours: list[Measurement], theirs: list[Measurement]) -> BridgedSeries:
-    here, there = (_levels(side)[0] for side in (ours, theirs))
+    factor, error = _factor(ours, theirs)
     levels_A, errors_A = _levels(after)
-    levels_N = np.concatenate([before.levels_N + (here.mean() - there.mean()), levels_A])
+    levels_N = np.concatenate([before.levels_N + factor, levels_A])
     place = len(before.nights)
     bridges = tuple(one for one in before.bridges if one.place < place)  # one that leads here goes on in the next one
-    across = math.hypot(math.sqrt(1 / len(here) + 1 / len(there)), *(one.error for one in before.bridges if one.place == place))
+    across = math.hypot(error, *(one.error for one in before.bridges if one.place == place))
     own = sum(one.environment == theirs[0].environment for one in before.nights)
     link = f"{own} of environment {theirs[0].environment}, bridged by commit {min(one.revision for one in theirs)[:12]}"
     errors_N = np.concatenate([before.errors_N, errors_A])
     return BridgedSeries((*before.nights, *after), levels_N, errors_N, (*bridges, Bridge(place, across)), (*before.links, link))
+
+
+def _factor(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> tuple[float, float]:
+    """By how much levels differ here, commit by commit, and the error in standard deviations of a night: each counts by its own nights."""
+    levels = [dict(zip(map(id, side), _levels(side)[0].tolist(), strict=True)) for side in (ours, theirs)]
+    differences, weights = [], []
+    for revision in dict.fromkeys(one.revision for one in ours):
+        here, there = ([levels[at][id(one)] for one in side if one.revision == revision] for at, side in enumerate((ours, theirs)))
+        differences.append(fmean(here) - fmean(there))
+        weights.append(1 / (1 / len(here) + 1 / len(there)))
+    return float(np.average(differences, weights=weights)), 1 / math.sqrt(sum(weights))
 
 
 def _levels(nights: Sequence[Measurement]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -153,3 +153,18 @@ def test_a_night_at_an_older_commit_alone_is_no_night_of_the_code_of_now(look: i
     for night in range(look + 1, look + 20):
         nights.add(night, "A", night, 0.1)
     assert nights.judged(80).verdict is Verdict.PASS and nights.judged().verdict is Verdict.REGRESSION
+
+
+@pytest.mark.parametrize("stays", [1, 4, 12])
+def test_commits_that_bridge_count_each_by_itself(stays: int) -> None:
+    """A became better at night 40; B begins behind a look at a commit of before, and stays at one of after for some nights."""
+    nights = Nights(8)
+    for night in range(60):
+        nights.add(night, "A", night, 0.1 * (night < 40))
+    nights.add(60, "B", 30, 0.1)
+    for night in range(61, 61 + stays):
+        nights.add(night, "B", 59, 0.0)
+    for night in range(61 + stays, 90):
+        nights.add(night, "B", night, 0.0)
+    found = nights.judged()
+    assert found.verdict is Verdict.PASS and f"since {label(40)}, when it became better by" in found.summary, found.summary
