@@ -94,6 +94,9 @@ class BridgedSeries:
 
         Args:
             number: of the bridge.
+
+        Returns:
+            The series.
         """
         place, later = self.bridges[number].place, number + 1
         bridges = tuple(Bridge(one.place - place, one.error) for one in self.bridges[later:])
