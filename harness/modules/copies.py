@@ -184,12 +184,14 @@ def _to_device(subject: Subject) -> list[str]:
     devices = {tensor.device.type for tensor in all_tensors(module).values()}
     target = torch.device("cpu" if "cuda" in devices else "cuda" if torch.cuda.is_available() else "meta")
     with untouched(module):
-        (facts, _), values = _facts_with_hooks(module), {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
+        values = {name: tensor.detach().cpu() for name, tensor in known_tensors(module).items()}
+        facts, handles = _facts_with_hooks(module)
         findings = [] if module.to(target) is module else ["to(device) did not return the module"]
-        of_torch = (
-            ("the same as", "hooks of the tensor") if target.type == "meta" else ()
-        )  # where torch makes new parameters, one for each name
+        # On meta torch makes new parameters, one for each name.
+        of_torch = ("the same as", "hooks of the tensor") if target.type == "meta" else ()
         findings += [f"{line} behind to({target.type!r})" for line in changed_facts(facts, facts_of(module), *of_torch)]
+        for handle in handles:
+            handle.remove()
         left = [name for name, tensor in all_tensors(module).items() if tensor.device.type != target.type]
         findings += [f"{name} stayed behind when the module went to {target.type}" for name in left]
         if target.type != "meta" and not findings:
@@ -201,9 +203,14 @@ def _to_device(subject: Subject) -> list[str]:
     return findings
 
 
+def _loaded(module: nn.Module) -> nn.Module:
+    module.load_state_dict(module.state_dict())
+    return module
+
+
 _STEPS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "a copy": copy.deepcopy,
-    "a load": lambda module: _loaded(module),
+    "a load": _loaded,
     "to(torch.float64)": lambda module: module.to(torch.float64),
 }
 _NOT_COPIED = ("hooks", "hooks of the tensor")  # which torch's own GraphModule leaves out
@@ -235,11 +242,6 @@ def _facts_behind(module: nn.Module, *steps: str) -> Facts:
         for step in steps:
             found = _STEPS[step](found)
         return facts_of(found)
-
-
-def _loaded(module: nn.Module) -> nn.Module:
-    module.load_state_dict(module.state_dict())
-    return module
 
 
 @_check("module.no_pickling")

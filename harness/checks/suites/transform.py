@@ -38,7 +38,8 @@ def _apply(
     subject: Transform, model: nn.Module, context: CheckContext, shapes: Sequence[tuple[int, int]] = (), *, is_frozen: bool = False
 ) -> None:
     """Give it batches of these rows and lengths, or two of 2 x 12; where gradients are on if no weight is to have one."""
-    model.requires_grad_(not is_frozen)
+    if is_frozen:
+        model.requires_grad_(False)
     others = [token_ids(model, seed=context.seed + at, rows=rows, length=length)[0] for at, (rows, length) in enumerate(shapes)]
     with torch.set_grad_enabled(is_frozen):
         subject.apply(model, others or token_ids(model, seed=context.seed + 7))

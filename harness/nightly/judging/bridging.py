@@ -2,7 +2,8 @@
 
 Another environment shifts every reading by some factor. A commit that was measured in both tells the factor, to within the noise of those
 nights; with it the earlier nights go on in the new environment, and a change of code is seen there at once instead of after a month.
-Nights on which both measured are each one's own: what changed on one machine says nothing of the other.
+Nights on which both measured are each one's own: what changed on one machine says nothing of the other. Bridges make a chain, and a machine
+that comes back goes on with its own nights.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def _of_now(rows: Sequence[Measurement], first: Mapping[str, _Time]) -> list[Mea
     for one in rows:
         newest[one.night] = max(newest.get(one.night, rank[one.revision]), rank[one.revision])
     kept = [one for one in rows if not one.revision or rank[one.revision] == newest[one.night]]
-    came = sorted(first.values())
+    came = sorted(night for revision, night in first.items() if _is_commit(revision))
     nights = {one.night: one for one in kept}
     is_older = [_is_commit(one.revision) and _latest(came, night) > first[one.revision] for night, one in nights.items()]
     alone = {

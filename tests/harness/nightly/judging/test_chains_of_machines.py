@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import date, timedelta
 
 import numpy as np
@@ -168,3 +169,13 @@ def test_commits_that_bridge_count_each_by_itself(stays: int) -> None:
         nights.add(night, "B", night, 0.0)
     found = nights.judged()
     assert found.verdict is Verdict.PASS and f"since {label(40)}, when it became better by" in found.summary, found.summary
+
+
+def test_a_night_with_uncommitted_changes_makes_no_commit_an_older_one() -> None:
+    nights = Nights(9)
+    for night in range(41):
+        nights.add(night, "A", 7, 0.0)
+    nights.add(41, "A", 7, 0.0)
+    nights.rows[-1] = replace(nights.rows[-1], revision="c7-dirty")
+    nights.add(42, "A", 7, 0.0)
+    assert nights.judged().num_nights == 43
