@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
+import torch
 from torch import nn
 
 from compressor.errors import CalibrationError
+from compressor.random_state import random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, failures, failures_in
 from harness.lifecycle.driving.driver import CompressorRun
@@ -15,7 +18,7 @@ from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.snapshot import freeze, num_hooks
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, MOMENTS, Settings
-from harness.lifecycle.subject import NothingToCheckError, Subject
+from harness.lifecycle.subject import NothingToCheckError, Subject, call
 
 # Times for check 48: whole and fractional, from the first batch, with and without an end, with an update interval; the last two are over
 # before the first batch, and between two batches.
@@ -57,31 +60,47 @@ def completes(subject: Subject) -> str:
 
 
 def _hold_stages(subject: Subject) -> None:
-    """Go through the life again, and see that no stage is compressed by a change of those before it, which have fed the others."""
+    """Go through the life again, and see that no stage is compressed by a change of what runs before it, which has fed the others."""
     run = subject.open()
-    checked, past = subject.check(run), set[str]()
+    checked, order = subject.check(run), _order_of_calls(subject)
     for moment, names in subject.life():
         is_stage = moment == "SEQUENTIAL_EPOCH_END"
         if is_stage:
             checked.forward(lambda: subject.forward(run))
-        before = _tensors_in(run.model, past, names) if is_stage else {}
+        past = _before(order, names) if is_stage else set[str]()
+        before = _tensors_of(run.model, past, names)
         if checked.go(moment, modules=names).kind == "failed":
             return
-        after = _tensors_in(run.model, past, names) if is_stage else {}
+        after = _tensors_of(run.model, past, names)
         if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
             what = f"{changed[0]} was changed as {names[0]} was compressed, which is not in it: others have learnt from what it was"
             raise Violation("state", f"{what}; change only what event.modules names", changed)
-        past.update(names if is_stage else ())
 
 
-def _tensors_in(model: nn.Module, past: Collection[str], names: Collection[str]) -> dict[str, object]:
-    """What the modules of earlier stages hold, but for those that are in this one, too."""
+def _order_of_calls(subject: Subject) -> list[str]:
+    """Names of modules, in the order in which a forward first calls them."""
+    model, called = copy.deepcopy(subject.model), dict[str, None]()
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(lambda *seen, name=name: called.setdefault(name))
+    with torch.no_grad(), random_numbers_kept():
+        call(model, copy.deepcopy(subject.batches[0]))
+    return list(called)
+
+
+def _before(order: Sequence[str], names: Collection[str]) -> set[str]:
+    """What is called before any of these, but for what they stand in."""
+    places = [place for place, one in enumerate(order) if one in names]
+    past = order[: min(places)] if places else []
+    return {one for one in past if one and not any(f"{name}.".startswith(f"{one}.") for name in names)}
+
+
+def _tensors_of(model: nn.Module, past: Collection[str], names: Collection[str]) -> dict[str, object]:
+    """What the modules of some names hold themselves, but for those that are in this stage, too, and tensors that are."""
     modules = dict(model.named_modules())
-    current = {id(part) for name in names if name in modules for part in modules[name].modules()}
-    inside = tuple(f"{name}." for name in past)
-    owners = {name: one for name, one in modules.items() if f"{name}.".startswith(inside) and id(one) not in current} if inside else {}
-    own = {f"{name}.{key}": tensor for name, one in owners.items() for key, tensor in (*one._parameters.items(), *one._buffers.items())}
-    return {name: freeze(tensor) for name, tensor in own.items()}
+    current = {id(one) for name in names if name in modules for part in modules[name].modules() for one in (part, *part.parameters())}
+    owners = {name: modules[name] for name in past if name in modules and id(modules[name]) not in current}
+    own = {f"{name}.{key}": held for name, one in owners.items() for key, held in (*one._parameters.items(), *one._buffers.items())}
+    return {name: freeze(tensor) for name, tensor in own.items() if id(tensor) not in current}
 
 
 @register("illegal_calls", "An illegal call raises and changes nothing", number=47)

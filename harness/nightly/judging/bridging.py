@@ -17,7 +17,7 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.nightly.judging.shifts import LEAST_AFTER, Bridge
+from harness.nightly.judging.shifts import Bridge
 from harness.nightly.measurement import Measurement, in_time
 
 LIVE_NIGHTS = 7
@@ -26,6 +26,8 @@ _NEAR = 5
 """Nights of commits that ran in both, next to where one series goes on as the other, that tell the factor."""
 _PAIRS = 1 << 20
 """Of repetitions that are held at once."""
+_ENOUGH = 10
+"""Nights that tell a level by themselves, without those behind a bridge."""
 _LARGEST = 700.0
 """Logarithm of the largest share that is told: the interval of absurd noise may reach beyond what a number holds."""
 
@@ -70,16 +72,16 @@ class BridgedSeries:
         return [(len(self.nights) - begin, math.hypot(*(one.error for one in self.bridges if one.place > begin))) for begin in begins]
 
     def on_one_machine(self, first: int, last: int) -> int:
-        """Return where a level ends on the machine on which it began: a bridge behind it says nothing of the level.
+        """Return where a level ends on the machine on which it began: a bridge behind nights enough says nothing of the level.
 
         Args:
             first: place of its first night.
             last: place of the first night behind it.
 
         Returns:
-            The place of the first bridge in it, but for one right behind its beginning; `last` where there is none.
+            The place of the first bridge behind ten of its nights; `last` where there is none.
         """
-        return min((one.place for one in self.bridges if first + LEAST_AFTER <= one.place < last), default=last)
+        return min((one.place for one in self.bridges if first + _ENOUGH <= one.place < last), default=last)
 
     def error_until(self, end: int) -> float:
         """Return how unsure bridges make a level that ends at a place beside the first one, in standard deviations of a night."""

@@ -481,11 +481,20 @@ def test_a_wrong_session_is_told(session: type[Session], check: str, says: str) 
 class ChangesAnEarlierStage(CalibratingWorker):
     """Doubles the first layer as each stage is compressed."""
 
+    _kind: ClassVar[type[torch.nn.Module]] = torch.nn.Linear
+
     def on_sequential_epoch_end(self, state: State, event: Event) -> None:
-        first = next(one for one in state.model.modules() if isinstance(one, torch.nn.Linear))
+        first: Any = next(one for one in state.model.modules() if isinstance(one, self._kind))
         first.weight.data.mul_(2)
 
 
-def test_a_stage_that_is_compressed_by_a_change_of_an_earlier_one_is_told() -> None:
-    report = verify(ChangesAnEarlierStage, checks=["lifecycle.completes"])
+class ChangesTheEmbedding(ChangesAnEarlierStage):
+    """Which stands in the last stage, and runs before the first."""
+
+    _kind = torch.nn.Embedding
+
+
+@pytest.mark.parametrize("cls", [ChangesAnEarlierStage, ChangesTheEmbedding])
+def test_a_stage_that_is_compressed_by_a_change_of_what_runs_before_it_is_told(cls: type[Modifier]) -> None:
+    report = verify(cls, checks=["lifecycle.completes"])
     assert report.verdict is Verdict.REGRESSION and "others have learnt from what it was" in report.records[1].summary, report.to_text()
