@@ -180,7 +180,8 @@ def bridged(series: Sequence[Measurement], environment: str) -> BridgedSeries:
     own = _of_now(rows, first) or rows
     last = in_time(own[-1].night)
     earlier = dict.fromkeys(one.environment for one in reversed(series) if in_time(one.night) < last and one.environment != environment)
-    for place in earlier:
+    began = {one.environment: in_time(one.night) for one in reversed(series)}
+    for place in sorted(earlier, key=lambda one: began[one] >= began[environment]):  # a later one measured while this one was away
         all_theirs = [one for one in series if one.environment == place and in_time(one.night) < last]
         theirs = _of_now(all_theirs, first) or all_theirs
         joint = _joint(theirs, own)

@@ -51,6 +51,24 @@ def test_a_machine_of_one_night_carries_what_came_before_it(own: int, bridge: in
 
 
 @pytest.mark.parametrize("is_bridged_again", [False, True])
+@pytest.mark.parametrize("begun", [60, 61])
+def test_a_machine_that_comes_back_keeps_its_one_night_of_two_bridges(begun: int, is_bridged_again: bool) -> None:
+    """A becomes worse; B has one night behind a bridge; C begins with the commit of that night; then B comes back."""
+    nights = Nights(0)
+    for night in range(60):
+        nights.add(night, "A", night, 0.1 * (night >= 35))
+    nights.add(60, "B", 59, 0.1)
+    nights.add(60, "B", 60, 0.1)
+    nights.add(begun, "C", 60, 0.1)
+    for night in range(begun + 1, 122):
+        nights.add(night, "C" if night < 97 else "B", night, 0.1)
+    if is_bridged_again:
+        nights.add(97, "B", 96, 0.1)
+    found = nights.judged()
+    assert found.verdict is Verdict.REGRESSION and found.changes[0].night == label(35), found.summary
+
+
+@pytest.mark.parametrize("is_bridged_again", [False, True])
 @pytest.mark.parametrize(("second", "third"), [(12, 12), (35, 12), (3, 20)])
 def test_machines_that_take_turns_in_blocks_keep_what_came_first(second: int, third: int, is_bridged_again: bool) -> None:
     nights, begins = Nights(1), [0, 60, 60 + second, 60 + second + third]
