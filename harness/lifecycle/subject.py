@@ -285,7 +285,7 @@ class Subject:
     @property
     def num_batches(self) -> int:
         """Of a training that goes on behind the end of the modifier, as far as a life goes."""
-        end = self.template.end if self.template.end is not None else (self.template.start or 0) + 2
+        end = self.template.end if self.template.end is not None else MOST_BATCHES
         return min(int(end * (self.steps_per_epoch or 1)) + 2, MOST_BATCHES)
 
     def life(self) -> list[tuple[str, tuple[str, ...]]]:

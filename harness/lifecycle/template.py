@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel
+from torch import nn
 
 from compressor.errors import RecipeError, SchemeError, UserInputError
 from compressor.lifecycle import Modifier
@@ -92,7 +93,8 @@ def make_template(modifier: object) -> Modifier:
     if not isinstance(modifier, type):
         raise UnusableError(f"an object of type {type(modifier).__name__} was given, which is no modifier; give a Modifier", is_fault=True)
     if not issubclass(modifier, Modifier):
-        raise UnusableError(f"{modifier.__qualname__} is no subclass of compressor.Modifier; derive it from Modifier", is_fault=True)
+        advice = "give a module that is built" if issubclass(modifier, nn.Module) else "derive it from Modifier"
+        raise UnusableError(f"{modifier.__qualname__} is no subclass of compressor.Modifier; {advice}", is_fault=True)
     if inspect.isabstract(modifier):
         missing = ", ".join(sorted(cast(Any, modifier).__abstractmethods__))
         raise UnusableError(f"{modifier.__qualname__} is abstract; define {missing}", is_fault=True)

@@ -50,8 +50,8 @@ def _deepcopy(subject: Subject) -> list[str]:
         module.eval()
         twin.eval()
         output = run(twin, *subject.inputs())
-        if unlike := subject.unlike_from_call_to_call():
-            return [*findings, unlike]
+        if not subject.repeats():
+            return findings
         findings += [] if same_bits(subject.call(), output) else ["the copy's output differs"]
         if not findings:
             overwrite(module)  # a function in an attribute is not copied: it may still compute with the module it was made for
@@ -69,16 +69,14 @@ def _to_dtype(subject: Subject) -> list[str]:
     do not take is torch's own limit, and so is a buffer under two names, of which it makes two.
     """
     module = subject.module
-    known = [*known_tensors(module).values(), *(leaf for leaf in tree_leaves(subject.given) if isinstance(leaf, Tensor))]
-    old = next((tensor.dtype for tensor in known if tensor.dtype in FLOATS), None)
+    known, old, new = _tensors_with_inputs(subject), _own_dtype(subject), _another_dtype(subject)
     if old is None and any(tensor.is_complex() for tensor in known):
         raise NotApplicableError("it computes with complex numbers alone")
-    new = torch.bfloat16 if old is not torch.bfloat16 else torch.float32
     with untouched(module):
         facts, handles = _facts_with_hooks(module)
         values = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}
         before = {name: tensor.dtype for name, tensor in values.items()}
-        kept = {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
+        kept = _kept_names(module)
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
         findings += [f"{line} behind to({new})" for line in changed_facts(facts, facts_of(module))]
         for handle in handles:
@@ -86,9 +84,7 @@ def _to_dtype(subject: Subject) -> list[str]:
         for name, tensor in known_tensors(module).items():
             if name not in before:
                 continue
-            is_number = before[name].is_floating_point or before[name].is_complex
-            allowed = {new} if before[name] in FLOATS else {before[name], new} if is_number else {before[name]}
-            allowed |= {before[name]} if name in kept else set()
+            allowed = {*_allowed(before[name], new), *([before[name]] if name in kept else [])}
             findings += [] if tensor.dtype in allowed else [f"{name} went from {before[name]} to {tensor.dtype} where {new} was asked for"]
             findings += [] if _is_rounded(values[name], tensor.detach()) else [f"{name} has other values in {tensor.dtype}"]
         if not findings:
@@ -98,6 +94,31 @@ def _to_dtype(subject: Subject) -> list[str]:
             written = [name for name in now if not same_bits(after[name].detach(), now[name])]
             findings += [f"a forward in {new} changed the values of parameters: {', '.join(written[:5])}"] if written else []
     return findings
+
+
+def _tensors_with_inputs(subject: Subject) -> list[Tensor]:
+    return [*known_tensors(subject.module).values(), *(leaf for leaf in tree_leaves(subject.given) if isinstance(leaf, Tensor))]
+
+
+def _own_dtype(subject: Subject) -> torch.dtype | None:
+    """What it computes with."""
+    return next((tensor.dtype for tensor in _tensors_with_inputs(subject) if tensor.dtype in FLOATS), None)
+
+
+def _another_dtype(subject: Subject) -> torch.dtype:
+    """What `to_dtype` converts it to."""
+    return torch.bfloat16 if _own_dtype(subject) is not torch.bfloat16 else torch.float32
+
+
+def _kept_names(module: nn.Module) -> set[str]:
+    """Names of the buffers whose dtype a file format fixes."""
+    return {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
+
+
+def _allowed(before: torch.dtype, new: torch.dtype) -> set[torch.dtype]:
+    """What `to(new)` may make of a dtype."""
+    is_number = before.is_floating_point or before.is_complex
+    return {new} if before in FLOATS else {before, new} if is_number else {before}
 
 
 def _facts_with_hooks(module: nn.Module) -> tuple[Facts, list[RemovableHandle]]:
@@ -165,9 +186,28 @@ def _is_taken(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return True
 
 
+class _CopiedAs(TorchFunctionMode):
+    """Deep copies of floating-point tensors are of another dtype."""
+
+    def __init__(self, new: torch.dtype) -> None:
+        """Nothing is copied."""
+        super().__init__()
+        self.new = new
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function."""
+        if func is Tensor.__deepcopy__ and args[0].is_floating_point():
+            return args[0].detach().to(self.new, copy=True)
+        return func(*args, **(kwargs or {}))
+
+
 def _run_in(new: torch.dtype, old: torch.dtype, subject: Subject) -> None:
     """Call the module, which has been converted, on inputs that have been, too."""
-    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(new) if tensor.is_floating_point() else tensor, subject.inputs())
+    with _CopiedAs(new):  # tensors in any object
+        inputs = subject.inputs()
+    inputs = tree_map_only(Tensor, lambda tensor: tensor.to(new) if tensor.is_floating_point() else tensor, inputs)
     with _LimitsOfTorch(new, old) as limits:
         try:
             run(subject.module, *inputs)
@@ -208,40 +248,71 @@ def _loaded(module: nn.Module) -> nn.Module:
     return module
 
 
+def _to(dtype: torch.dtype) -> Callable[[nn.Module], nn.Module]:
+    return lambda module: module.to(dtype)
+
+
+_CONVERSIONS = {f"to({dtype})": dtype for dtype in (torch.float64, torch.float32, torch.bfloat16)}
 _STEPS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "a copy": copy.deepcopy,
     "a load": _loaded,
-    "to(torch.float64)": lambda module: module.to(torch.float64),
+    **{step: _to(dtype) for step, dtype in _CONVERSIONS.items()},
 }
 _NOT_COPIED = ("hooks", "hooks of the tensor")  # which torch's own GraphModule leaves out
 
 
 @_check("module.two_steps", calls=False)
 def _two_steps(subject: Subject) -> list[str]:
-    """What was copied, loaded or converted keeps what it is when one of these is done to it again."""
-    own = facts_of(subject.module)
-    kept = [step for step in _STEPS if _keeps(subject.module, step, own)]  # what one step loses its own check tells
+    """What is copied, loaded or converted keeps what trains, is shared and saved, modes and numbers, once and when it is done again."""
+    module, told = subject.module, f"to({_another_dtype(subject)})"
+    kept = [step for step in ("a copy", "a load", told) if _keeps(module, step)]  # what one step loses its own check tells
+    findings = []
+    for step in [one for one in _CONVERSIONS if one != told and told in kept]:
+        lost = _lost(module, step)
+        findings += [f"{line} behind {step}" for line in lost]
+        kept += [] if lost else [step]
     pairs = [(first, second) for first in kept for second in kept]
-    return [
-        f"{line} behind {first}, and {second} of that"
-        for first, second in pairs
-        for line in changed_facts(own, _facts_behind(subject.module, first, second), *_NOT_COPIED)
-    ]
+    return findings + [f"{line} behind {first}, and {second} of that" for first, second in pairs for line in _lost(module, first, second)]
 
 
-def _keeps(module: nn.Module, step: str, own: Facts) -> bool:
+def _keeps(module: nn.Module, step: str) -> bool:
     try:
-        return not changed_facts(own, _facts_behind(module, step), *_NOT_COPIED)
+        return not _lost(module, step)
     except Exception:  # noqa: BLE001 - a module may raise what it likes, and its own check tells
         return False
 
 
-def _facts_behind(module: nn.Module, *steps: str) -> Facts:
+def _lost(module: nn.Module, *steps: str) -> list[str]:
+    """What is another behind some steps, in words."""
     with untouched(module):
-        found = module
+        before = facts_of(module) if "a copy" in steps else _facts_with_hooks(module)[0]  # torch leaves hooks out of some copies
+        values, found = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}, module
         for step in steps:
             found = _STEPS[step](found)
-        return facts_of(found)
+        lines = changed_facts(before, facts_of(found), *(_NOT_COPIED if "a copy" in steps else ()))
+        now, kept, dtypes = known_tensors(found), _kept_names(module), [_CONVERSIONS[step] for step in steps if step in _CONVERSIONS]
+        return lines + [
+            f"{name}, of {value.dtype}, is another tensor, of {now[name].dtype}"
+            for name, value in values.items()
+            if name in now and not _is_converted(value, now[name].detach(), dtypes, name in kept)
+        ]
+
+
+def _is_converted(value: Tensor, now: Tensor, dtypes: Sequence[torch.dtype], is_kept: bool) -> bool:
+    """Whether a tensor is one before, of a dtype that conversions may give it, within their rounding."""
+    allowed = {value.dtype}
+    for dtype in dtypes:
+        allowed = {one for before in allowed for one in _allowed(before, dtype)}
+    if now.dtype not in allowed | ({value.dtype} if is_kept else set()) or value.shape != now.shape:
+        return False
+    if value.is_complex() and now.dtype != value.dtype:
+        return True
+    if not dtypes or (now.dtype == value.dtype and value.dtype not in FLOATS):
+        return same_bits(value, now)
+    due = value
+    for dtype in dtypes:
+        due = due.to(dtype)
+    return torch.allclose(now.double(), due.double(), rtol=max(torch.finfo(dtype).eps for dtype in dtypes), atol=0.0, equal_nan=True)
 
 
 @_check("module.no_pickling")

@@ -13,10 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from harness.modules.subject import ForwardKind, Hooks, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
+from harness.modules.subject import ForwardKind, Hooks, Kind, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
+_BACKWARD: tuple[Kind, ...] = ("full_backward_pre", "full_backward")
+_OPTIONS: dict[Kind, tuple[str, ...]] = {
+    "forward_pre": ("", "prepend", "with_kwargs"),
+    "forward": ("", "prepend", "with_kwargs", "always_call"),
+    "full_backward_pre": ("", "prepend"),
+    "full_backward": ("", "prepend"),
+}
 
 
 class _PlannedError(Exception):
@@ -31,7 +38,20 @@ def _forward_hook_order(subject: Subject) -> list[str]:
         _note_forward_hooks(hooks, log)
         subject.call()
     expected = ["global pre-hook", "prepended pre-hook", "pre-hook 1", "pre-hook 2", "forward"]
-    return _difference(log, [*expected, "global hook", "prepended hook", "hook 1", "hook 2"])
+    findings = _difference(log, [*expected, "global hook", "prepended hook", "hook 1", "hook 2"])
+    return findings + [line for kind in get_args(ForwardKind) for line in _alone(subject, kind, subject.call)]
+
+
+def _alone(subject: Subject, kind: Kind, call: Callable[[], object]) -> list[str]:
+    """A hook of the module's own and a global one run where there is no other: a module may skip what runs hooks if it sees none."""
+    findings = []
+    for register, whose in ((Hooks.own, "own"), (Hooks.everywhere, "global")):
+        log: list[str] = []
+        with subject.hooks() as hooks:
+            register(hooks, kind, _note(log, "it"))
+            call()
+        findings += [] if log == ["it"] else [f"a single {kind} hook, {whose}, ran {len(log)} times in a call"]
+    return findings
 
 
 @_check("module.backward_hooks")
@@ -65,7 +85,12 @@ def _backward_hooks(subject: Subject) -> list[str]:
         findings.append("the gradient that the pre-hook returned did not reach the backward hook")
     if not findings and not all(leaf.grad is not None and bool((leaf.grad == 3.0).all()) for leaf in reached):
         findings.append("the gradient that the backward hook returned did not reach the input")
-    return findings
+
+    def there_and_back() -> None:
+        with torch.enable_grad():
+            _send_ones_back(_outputs_with_gradient(subject, args), ends)
+
+    return findings or [line for kind in _BACKWARD for line in _alone(subject, kind, there_and_back)]
 
 
 @_check("module.input_replacement")
@@ -77,7 +102,7 @@ def _input_replacement(subject: Subject) -> list[str]:
 
     def replace_again(module: nn.Module, args: tuple[Any, ...]) -> Any:
         got["the second pre-hook"] = args
-        return second[0] if len(second) == 1 else second
+        return second[0] if len(second) == 1 and not isinstance(second[0], tuple) else second  # torch takes a tuple for all inputs
 
     with subject.watched_forward(lambda args, kwargs: got.update(forward=args)), subject.hooks() as hooks:
         hooks.own("forward_pre", lambda module, args: first)
@@ -173,14 +198,40 @@ def _bare_forward(subject: Subject) -> list[str]:
 
 @_check("module.hook_removal")
 def _hook_removal(subject: Subject) -> list[str]:
-    """A hook whose handle was removed does not run any more, and the one beside it still does."""
+    """A hook whose handle was removed does not run any more, and those before and behind it still do."""
+    findings = [line for kind in get_args(ForwardKind) for line in _removed(subject, kind, subject.call)]
+    try:
+        _, args, ends = _differentiable(subject)
+    except NotApplicableError as reason:
+        subject.not_seen.append(f"handles of backward hooks were not looked at: {reason}")
+        return findings
+
+    def there_and_back() -> None:
+        with torch.enable_grad():
+            _send_ones_back(_outputs_with_gradient(subject, args), ends)
+
+    return findings + [line for kind in _BACKWARD for line in _removed(subject, kind, there_and_back)]
+
+
+def _removed(subject: Subject, kind: Kind, call: Callable[[], object]) -> list[str]:
+    """Remove each kind of hook that torch's options make, from between two others, and call; that hooks run at all others tell."""
     log: list[str] = []
+    expected, handles = [], []
     with subject.hooks() as hooks:
-        for kind in get_args(ForwardKind):
-            hooks.own(kind, _note(log, f"removed {kind} hook")).remove()
-            hooks.own(kind, _note(log, f"{kind} hook"))
-        subject.call()
-    return _difference(log, ["forward_pre hook", "forward hook"])
+        for option in _OPTIONS[kind]:
+            what, chosen = f"{kind} hook{f' {option}' if option else ''}", {option: True} if option else {}
+            hooks.own(kind, _note(log, f"{what} before"), **chosen)
+            handles.append(hooks.own(kind, _note(log, f"removed {what}"), **chosen))
+            hooks.own(kind, _note(log, f"{what} behind"), **chosen)
+            expected += [f"{what} before", f"{what} behind"]
+        call()
+        if len(log) != len(expected) + len(handles):
+            return []
+        log.clear()
+        for handle in handles:
+            handle.remove()
+        call()
+    return _difference(sorted(log), sorted(expected))
 
 
 def _note_forward_hooks(hooks: Hooks, log: list[str]) -> None:

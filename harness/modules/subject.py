@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from compressor.errors import UserInputError
 from compressor.random_state import random_numbers_kept
 from harness.lifecycle.driving.torch_settings import EnteredModes
-from harness.modules.tensors import cut_names, held_tensors, same_bits
+from harness.modules.tensors import held_tensors, same_bits
 from harness.reporting.record import Claim
 from harness.tolerance.bits import without_bytes
 
@@ -74,6 +74,8 @@ class Subject:
         if not isinstance(module, nn.Module):
             what = f"the class {module.__name__}" if isinstance(module, type) else f"{type(module).__name__} object"
             raise UserInputError(f"verify_module: {what} is no nn.Module object; give a module that is built")
+        if "_modules" not in vars(module):
+            raise UserInputError(f"verify_module: {type(module).__name__} has not called super().__init__() in its __init__; call it first")
         if any(isinstance(part, torch.jit.ScriptModule) or hasattr(part, "_orig_mod") for part in module.modules()):
             raise UserInputError(
                 f"verify_module: {type(module).__name__} is, or holds, what torch.jit or torch.compile has made, and nobody can put that "
@@ -104,20 +106,16 @@ class Subject:
         """Call the module on its inputs, with the same random numbers each time; the caller's RNG state stays."""
         return run(self.module, *self.inputs())
 
-    def unlike_from_call_to_call(self) -> str:
-        """Say where two calls on the same inputs and random numbers give two outputs, so that no copy can be held against the module.
+    def repeats(self) -> bool:
+        """Say whether two calls on the same inputs and random numbers give one output; else none can be held against it.
 
         Returns:
-            Words; empty where they give one.
-
-        Raises:
-            NotApplicableError: they do, since an embedding cuts the norms of its weight to its max_norm, and so moves their last bits.
+            False where the module keeps something from call to call, or draws numbers of its own; a note says so.
         """
         if same_bits(self.call(), self.call()):
-            return ""
-        if cut_names(self.module):
-            raise NotApplicableError("an embedding with a max_norm writes to its weight in every forward")
-        return "a second call on the same inputs gives another output: a forward keeps something"
+            return True
+        self.not_seen.append("outputs were not compared: a second call on the same inputs gives another one")
+        return False
 
     def by_keyword(self) -> dict[str, Any]:
         """Return all inputs by the names that forward gives them.
@@ -253,7 +251,7 @@ class Hooks:
         self.stack.callback(handle.remove)
         return handle
 
-    def everywhere(self, kind: ForwardKind, hook: Callable[..., Any]) -> None:
+    def everywhere(self, kind: Kind, hook: Callable[..., Any]) -> None:
         """Register a global hook; it only sees the module.
 
         Args:
@@ -294,7 +292,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    kept = [(part, _kept_attributes(part)) for part in module.modules()]
+    kept = [(part, type(part), _kept_attributes(part)) for part in module.modules()]
     tensors = held_tensors(module)
     contents = [(tensor, tensor.data, tensor.requires_grad, tensor.grad if tensor.is_leaf else None) for tensor in tensors]
     # Bytes of the memory: those of a tensor cannot be written where its elements share them, as in an expanded one.
@@ -311,6 +309,8 @@ def untouched(module: nn.Module) -> Iterator[None]:
     finally:
         modes.put_back()  # before anything is written, which would go through them
         for storage, memory in memories:
+            if storage.nbytes() != memory.nbytes():
+                storage.resize_(memory.nbytes())
             storage.copy_(memory)
         for tensor, data, requires_grad, grad in contents:
             tensor.data = data
@@ -318,7 +318,9 @@ def untouched(module: nn.Module) -> Iterator[None]:
                 if tensor.requires_grad != requires_grad:  # an inference tensor refuses even what it has
                     tensor.requires_grad_(requires_grad)
                 tensor.grad = grad
-        for part, attributes in kept:
+        for part, its_class, attributes in kept:
+            if type(part) is not its_class:
+                object.__setattr__(part, "__class__", its_class)
             _put_back(part, attributes)
 
 

@@ -10,7 +10,7 @@ import torch
 from compressor.random_state import foreign_random, random_numbers_kept
 from harness.lifecycle.driving.oracle_run import list_differences
 from harness.lifecycle.driving.snapshot import Difference, Snapshot
-from harness.lifecycle.driving.torch_settings import modes_aside
+from harness.lifecycle.driving.torch_settings import EnteredModes, modes_aside
 from harness.lifecycle.process_state import settings_kept
 from harness.modules.subject import ModuleCheck, Subject, collect, untouched
 from harness.modules.tensors import cut_names, same_bits
@@ -40,6 +40,11 @@ def _surroundings(subject: Subject) -> list[str]:
             raise refusal
         if refusal is not None:  # one for inference alone may refuse to train, with any class
             refused[f"training={mode} was not looked at to the end, since the forward raises {type(refusal).__name__}: {refusal}"] = None
+        if refusal is None:
+            with torch.set_grad_enabled(with_gradients), untouched(subject.module), settings_kept():
+                if mode is not None:
+                    subject.module.train(mode)
+                changes += [f"seeds {whose} generator, so that what draws next draws the same numbers" for whose in _reseeded(subject)]
         findings += [f"{how} {what}" for what in changes if mode is None or what not in told]
         told.update(changes)
     subject.not_seen += refused
@@ -53,9 +58,10 @@ def _changes(subject: Subject) -> tuple[list[str], Exception | None]:
         if parameter.requires_grad and parameter.is_leaf:
             parameter.grad = torch.full_like(parameter, _GRADIENT)
     values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    classes = {name: type(part) for name, part in subject.module.named_modules()}
     with settings_kept():
         kept, refusal = _kept_changes(subject)
-    now = dict(subject.module.named_parameters(remove_duplicate=False))
+    now, parts = dict(subject.module.named_parameters(remove_duplicate=False)), dict(subject.module.named_modules())
     others = [name for name, parameter in parameters.items() if now.get(name) is not parameter]
     with modes_aside():  # those that the forward has left on are told
         written = [
@@ -63,12 +69,11 @@ def _changes(subject: Subject) -> tuple[list[str], Exception | None]:
             for name, value in values.items()
             if name not in {*others, *cut_names(subject.module)} and not same_bits(parameters[name].detach(), value)
         ]
-    seeds = [] if refusal else _reseeded(subject)
     changes = [
         *([f"changed {list_differences(kept)}"] if kept else []),
         *([f"put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []),
         *([f"changed the values of parameters: {', '.join(written[:5])}"] if written else []),
-        *(f"seeds {whose} generator, so that whatever draws after it draws the same numbers every time" for whose in seeds),
+        *(f"changed the class of {name or 'the module'}" for name, its_class in classes.items() if type(parts.get(name)) is not its_class),
     ]
     return changes, refusal
 
@@ -94,16 +99,22 @@ def _buffers(subject: Subject) -> dict[str, bool]:
 
 
 def _reseeded(subject: Subject) -> list[str]:
-    """Whose generators end at the same place from two beginnings; a forward that only draws keeps them apart."""
-    ends = []
+    """Whose generators end at the same place from two beginnings, in a first or a second call; one that only draws keeps them apart."""
+    ends: list[list[dict[str, object]]] = []
     for seed in (1, 2):
         with untouched(subject.module), random_numbers_kept():
-            torch.manual_seed(seed)
-            random.seed(seed)
-            numpy.random.seed(seed)
-            args, kwargs = subject.inputs()
-            subject.module(*args, **kwargs)
-            with modes_aside():
-                foreign = foreign_random()
-                ends.append({"torch's": torch.get_rng_state().tolist(), "Python's": foreign.python, "numpy's": foreign.numpy})
-    return [whose for whose in ends[0] if ends[0][whose] == ends[1][whose]]
+            ends.append([_random_numbers_behind(subject, 2 * call + seed) for call in range(2)])
+    calls = list(zip(*ends, strict=True))
+    return [whose for whose in calls[0][0] if any(one[whose] == other[whose] for one, other in calls)]
+
+
+def _random_numbers_behind(subject: Subject, seed: int) -> dict[str, object]:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    args, kwargs = subject.inputs()
+    modes = EnteredModes()
+    subject.module(*args, **kwargs)
+    modes.put_back()
+    foreign = foreign_random()
+    return {"torch's": torch.get_rng_state().tolist(), "Python's": foreign.python, "numpy's": foreign.numpy}

@@ -79,7 +79,8 @@ def facts_of(module: nn.Module) -> Facts:
         module: the module; its descendants are looked at, too.
 
     Returns:
-        Kind and dotted name -> fact: what trains, which names are those of one parameter, what is saved, modes, and hooks.
+        Kind and dotted name -> fact: what trains, which names are those of one parameter, what is saved, modes, hooks, and classes of
+        modules, by name: each GraphModule has one of its own.
     """
     first: dict[int, str] = {}
     left_out = non_persistent_names(module)
@@ -92,7 +93,7 @@ def facts_of(module: nn.Module) -> Facts:
         facts["the same as", name] = first.setdefault(id(parameter), name)
     for name, part in module.named_modules():
         hooks = [Same(hook) for kind in HOOKS for hook in (vars(part).get(kind) or {}).values()]
-        facts |= {("training", name): part.training, ("hooks", name): hooks}
+        facts |= {("training", name): part.training, ("hooks", name): hooks, ("class", name): repr(type(part))}
     return facts
 
 
@@ -105,13 +106,13 @@ def changed_facts(before: Facts, after: Facts, *leave_out: str) -> list[str]:
         *leave_out: kinds that are not compared.
 
     Returns:
-        A line each; a tensor that came or went has one.
+        A line each; a tensor or module that came or went has one.
     """
     lines = []
     for kind, name in dict.fromkeys([*before, *after]):
         was, now = before.get((kind, name)), after.get((kind, name))
         if was is None or now is None:
-            lines += [f"{name} is {'added' if was is None else 'lost'}"] if kind == "requires_grad" else []
+            lines += [f"{name} is {'added' if was is None else 'lost'}"] if kind in ("requires_grad", "class") else []
         elif was != now and kind not in leave_out:
             lines.append(f"{f'{name}: ' if name else ''}{kind} was {was} and is {now}")
     return lines

@@ -109,7 +109,7 @@ class _Watch:
             Violation: a hook has changed something.
         """
         run, now = checked.run, Snapshot(checked.run.model)
-        is_as_at_first = not [one for one in self._begin.differences(now) if one.kind in ("module", "tensor")]
+        is_as_at_first = not [one for one in self._begin.differences(now) if one.kind in ("module", "tensor", "requires_grad")]
         # Sums may be added up in another order where the same values lie in another way.
         is_as_at_first = is_as_at_first and self._layout == _layout(run.model)
         cases = list(enumerate(self._cases))
