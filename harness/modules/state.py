@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from harness.modules.tensors import (
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
 MAX_LEFT_OUT = 32
-"""How many keys are left out of a state dict, one at a time, to see whether a strict load notices."""
+"""How many keys are left out of a state dict, one at a time, to see whether a strict load notices; and modules of a switch of modes."""
 
 
 @_check("module.apply_order", calls=False)
@@ -54,7 +55,7 @@ def _train_and_eval(subject: Subject) -> list[str]:
 
 def _left_behind(module: nn.Module, mode: bool, switch: Callable[[], nn.Module]) -> Iterator[str]:
     """What a switch does not reach where all are in the other mode, or all but one: a module may return early where it sees the mode."""
-    for one_there in (None, *module.modules()):
+    for one_there in (None, *islice(module.modules(), MAX_LEFT_OUT)):
         for part in module.modules():
             part.training = mode if part is one_there else not mode
         if switch() is not module:
