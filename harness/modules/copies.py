@@ -74,11 +74,15 @@ def _to_dtype(subject: Subject) -> list[str]:
         raise NotApplicableError("it computes with complex numbers alone")
     with untouched(module):
         facts, handles = _facts_with_hooks(module)
+        parameters = {name: one for name, one in module.named_parameters() if type(one) is nn.Parameter}  # torch may replace others
         values = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}
         before = {name: tensor.dtype for name, tensor in values.items()}
         kept = _kept_names(module)
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
         findings += [f"{line} behind to({new})" for line in changed_facts(facts, facts_of(module))]
+        there = dict(module.named_parameters())
+        others = [name for name, parameter in parameters.items() if there.get(name, parameter) is not parameter]
+        findings += [f"to({new}) put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []
         for handle in handles:
             handle.remove()
         for name, tensor in known_tensors(module).items():
@@ -144,11 +148,10 @@ _REGISTERS: tuple[Callable[[nn.Module, Callable[..., None]], RemovableHandle], .
 
 
 def _is_rounded(value: Tensor, now: Tensor) -> bool:
-    """Whether numbers are those before in another dtype, within its rounding; in the same one, whether all bits are."""
+    """Whether numbers are those before, rounded to another dtype; in the same one, whether all bits are."""
     if value.dtype == now.dtype or value.is_complex():
         return value.dtype != now.dtype or same_bits(value, now)
-    eps = torch.finfo(now.dtype).eps
-    return value.shape == now.shape and torch.allclose(now.double(), value.to(now.dtype).double(), rtol=eps, atol=0.0, equal_nan=True)
+    return same_bits(value.to(now.dtype), now)
 
 
 class _LimitsOfTorch(TorchFunctionMode):
@@ -299,7 +302,7 @@ def _lost(module: nn.Module, *steps: str) -> list[str]:
 
 
 def _is_converted(value: Tensor, now: Tensor, dtypes: Sequence[torch.dtype], is_kept: bool) -> bool:
-    """Whether a tensor is one before, of a dtype that conversions may give it, within their rounding."""
+    """Whether a tensor is one before, of a dtype that conversions may give it, and rounded by them."""
     allowed = {value.dtype}
     for dtype in dtypes:
         allowed = {one for before in allowed for one in _allowed(before, dtype)}
@@ -307,12 +310,11 @@ def _is_converted(value: Tensor, now: Tensor, dtypes: Sequence[torch.dtype], is_
         return False
     if value.is_complex() and now.dtype != value.dtype:
         return True
-    if not dtypes or (now.dtype == value.dtype and value.dtype not in FLOATS):
-        return same_bits(value, now)
-    due = value
+    if is_kept or (now.dtype == value.dtype and value.dtype not in FLOATS):
+        return same_bits(value.to(now.dtype), now)
     for dtype in dtypes:
-        due = due.to(dtype)
-    return torch.allclose(now.double(), due.double(), rtol=max(torch.finfo(dtype).eps for dtype in dtypes), atol=0.0, equal_nan=True)
+        value = value.to(dtype)
+    return same_bits(value, now)
 
 
 @_check("module.no_pickling")

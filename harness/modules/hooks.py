@@ -26,8 +26,8 @@ _OPTIONS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-class _PlannedError(Exception):
-    """What a watched forward raises on purpose."""
+class _PlannedError(NotImplementedError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError):
+    """What a watched forward raises on purpose: whoever swallows one kind of error swallows it."""
 
 
 @_check("module.forward_hook_order")
@@ -43,12 +43,15 @@ def _forward_hook_order(subject: Subject) -> list[str]:
 
 
 def _alone(subject: Subject, kind: Kind, call: Callable[[], object]) -> list[str]:
-    """A hook of the module's own and a global one run where there is no other: a module may skip what runs hooks if it sees none."""
+    """A hook runs where there is no other, its own or a global one: a module may skip what runs hooks if it sees none.
+
+    Global backward hooks are left out: with them torch refuses every child that works in place.
+    """
     findings = []
-    for register, whose in ((Hooks.own, "own"), (Hooks.everywhere, "global")):
+    for whose in ("own", "global")[: 1 if kind in _BACKWARD else 2]:
         log: list[str] = []
         with subject.hooks() as hooks:
-            register(hooks, kind, _note(log, "it"))
+            (hooks.own if whose == "own" else hooks.everywhere)(kind, _note(log, "it"))
             call()
         findings += [] if log == ["it"] else [f"a single {kind} hook, {whose}, ran {len(log)} times in a call"]
     return findings
@@ -75,12 +78,16 @@ def _backward_hooks(subject: Subject) -> list[str]:
 
     with subject.hooks() as hooks, torch.enable_grad():
         hooks.own("forward_pre", lambda module, changed: args)  # what a pre-hook of the module's own makes of them is no leaf
+        hooks.own("forward", _note(log, "forward hook"))
         hooks.own("full_backward_pre", replace_output)
         hooks.own("full_backward_pre", _note(log, "pre-hook 2"))
+        hooks.own("full_backward_pre", _note(log, "prepended pre-hook"), prepend=True)
         hooks.own("full_backward", replace_input)
         hooks.own("full_backward", _note(log, "hook 2"))
+        hooks.own("full_backward", _note(log, "prepended hook"), prepend=True)
         _send_ones_back(_outputs_with_gradient(subject, args), ends)
-    findings = _difference(log, ["pre-hook 1", "pre-hook 2", "hook 1", "hook 2"])
+    expected = ["forward hook", "prepended pre-hook", "pre-hook 1", "pre-hook 2", "prepended hook", "hook 1", "hook 2"]
+    findings = _difference(log, expected)
     if not findings and not all(bool((grad == 0.5).all()) for grad in seen):
         findings.append("the gradient that the pre-hook returned did not reach the backward hook")
     if not findings and not all(leaf.grad is not None and bool((leaf.grad == 3.0).all()) for leaf in reached):
@@ -214,8 +221,18 @@ def _hook_removal(subject: Subject) -> list[str]:
 
 
 def _removed(subject: Subject, kind: Kind, call: Callable[[], object]) -> list[str]:
-    """Remove each kind of hook that torch's options make, from between two others, and call; that hooks run at all others tell."""
+    """Remove a hook that is alone, and one with each of torch's options from between two others; that hooks run at all others tell."""
     log: list[str] = []
+    with subject.hooks() as hooks:
+        handle = hooks.own(kind, _note(log, f"removed {kind} hook, alone,"))
+        call()
+        if not log:
+            return []
+        log.clear()
+        handle.remove()
+        call()
+    if log:
+        return _difference(log, [])
     expected, handles = [], []
     with subject.hooks() as hooks:
         for option in _OPTIONS[kind]:
@@ -267,24 +284,38 @@ def _differentiable(subject: Subject) -> tuple[list[int], tuple[Any, ...], list[
     (None), where the module takes nothing less, as reentrant checkpointing does.
     """
     args = tuple(arg.detach().clone() if isinstance(arg, Tensor) else arg for arg in subject.in_order())
-    places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point()]
-    leaves = [args[place].requires_grad_() for place in places]
-    if not leaves:
+    floats = [place for place, arg in enumerate(args) if isinstance(arg, Tensor) and arg.is_floating_point()]
+    if not floats:
         raise NotApplicableError("no input can carry a gradient")
     if _writes_to_inputs(subject):
         raise NotApplicableError("a forward changes its input in place, where torch runs no full backward hooks")
-    ends: list[Tensor] | None = leaves
+    refusal: RuntimeError | None = None
+    for places in (floats, *([place] for place in floats)):  # torch may have no derivative by one of them, as by a loss's target
+        leaves = [args[place].requires_grad_() for place in places]
+        try:
+            ends = _ends(subject, args, leaves)
+        except RuntimeError as error:
+            refusal = refusal or error
+            for leaf in leaves:
+                leaf.requires_grad_(False)
+            continue
+        if all(leaf.grad is None for leaf in leaves):
+            raise NotApplicableError("no gradient goes from an output to an input")
+        for leaf in leaves:
+            leaf.grad = None
+        return places, args, ends
+    raise refusal or NotApplicableError("no input can carry a gradient")
+
+
+def _ends(subject: Subject, args: tuple[Any, ...], leaves: list[Tensor]) -> list[Tensor] | None:
+    """Go there and back once, and say where the way back ended."""
     with untouched(subject.module), torch.enable_grad():
         try:
-            _send_ones_back(_outputs_with_gradient(subject, args), ends)
+            _send_ones_back(_outputs_with_gradient(subject, args), leaves)
         except RuntimeError:
-            ends = None
-            _send_ones_back(_outputs_with_gradient(subject, args), ends)
-    if all(leaf.grad is None for leaf in leaves):
-        raise NotApplicableError("no gradient goes from an output to an input")
-    for leaf in leaves:
-        leaf.grad = None
-    return places, args, ends
+            _send_ones_back(_outputs_with_gradient(subject, args), None)
+            return None
+    return leaves
 
 
 def _send_ones_back(outputs: list[Tensor], ends: list[Tensor] | None) -> None:

@@ -141,7 +141,7 @@ class _Standing:
         Args:
             change: it.
             now: the level behind it.
-            error: standard error of its difference from the level that counts.
+            error: by how much its difference from the level that counts may be chance.
             place: of its first night.
         """
         if change.acceptance is not None:
@@ -149,7 +149,7 @@ class _Standing:
             self._stand_at(now, f"since {change.night}, which was accepted", place)
         elif change.effect > 0 and (self.open or now - self.reference >= LEAST_EFFECT):
             self.open.append(change)
-        elif change.effect < 0 and now - self.reference < max(LEAST_EFFECT, 2 * error):  # back where it was, or better
+        elif change.effect < 0 and now - self.reference < max(LEAST_EFFECT, error):  # back where it was, or better
             self._stand_at(min(now, self.reference), f"since {change.night}, when it became better by {-change.effect:.1%}", place)
 
     def _stand_at(self, now: float, since: str, start: int) -> None:
@@ -184,9 +184,10 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     for shift, now, end in zip(shifts.found, means[1:], ends[1:], strict=True):
         before = nights[max(0, shift.place - 1)].night
         word = find(nights[shift.place].night, before) if shift.effect > 0 else None
-        error = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
-        error = math.hypot(error, noise_of(shifts.residuals_E)[1] * series.error_until(end))
-        standing.take(_change(shift, nights[shift.place], word), now, error, shift.place)
+        own = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
+        across = noise_of(shifts.residuals_E)[1] * series.error_until(end)
+        # More nights mend what the first ones say by chance; a bridge stays off by as much as it is.
+        standing.take(_change(shift, nights[shift.place], word), now, math.hypot(2 * own, 3 * across), shift.place)
     count, metric = len(nights), nights[-1].metric
     if standing.open:
         changes = (*standing.settled, *standing.open)

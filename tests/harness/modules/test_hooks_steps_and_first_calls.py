@@ -61,6 +61,83 @@ def test_a_handle_that_does_not_remove_its_own_hook_is_told(kind: str, removed: 
     assert kind in failed(verify_module(layer, inputs_of()))["hook_removal"]
 
 
+@pytest.mark.parametrize("kind", STORES)
+def test_a_handle_that_removes_nothing_where_its_hook_is_alone_is_told(kind: str) -> None:
+    def register(layer: nn.Module, hook: Any, **options: bool) -> Handle:
+        handle = getattr(nn.Linear, f"register_{kind}_hook")(layer, hook, **options)
+        return Handle(lambda: handle.remove() if len(getattr(layer, STORES[kind])) > 1 else None)
+
+    layer = type("Registers", (nn.Linear,), {f"register_{kind}_hook": register})(FEATURES, OUT)
+    assert f"removed {kind} hook, alone," in failed(verify_module(layer, inputs_of()))["hook_removal"]
+
+
+@pytest.mark.parametrize("kind", ["full_backward_pre", "full_backward"])
+def test_backward_hooks_that_are_never_prepended_are_told(kind: str) -> None:
+    def register(layer: nn.Module, hook: Any, prepend: bool = False) -> Any:
+        return getattr(nn.Linear, f"register_{kind}_hook")(layer, hook)
+
+    layer = type("Appends", (nn.Linear,), {f"register_{kind}_hook": register})(FEATURES, OUT)
+    assert "prepended" in failed(verify_module(layer, inputs_of()))["backward_hooks"]
+
+
+def test_a_forward_hook_that_a_backward_hook_displaces_is_told() -> None:
+    class Displaces(nn.Linear):
+        def __call__(self, *args: Any) -> Any:
+            kept = self._forward_hooks.copy()
+            if self._backward_hooks:
+                self._forward_hooks.clear()
+            output = super().__call__(*args)
+            self._forward_hooks.update(kept)
+            return output
+
+    assert "forward hook" in failed(verify_module(Displaces(FEATURES, OUT), inputs_of()))["backward_hooks"]
+
+
+@pytest.mark.parametrize("swallowed", [RuntimeError, ValueError, TypeError, NotImplementedError, LookupError, Exception])
+def test_a_call_that_swallows_a_kind_of_error_is_told(swallowed: type[Exception]) -> None:
+    class Swallows(nn.Linear):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().__call__(*args, **kwargs)
+            except swallowed:
+                return torch.zeros(2, OUT)
+
+    assert "did not reach the caller" in failed(verify_module(Swallows(FEATURES, OUT), inputs_of()))["always_called_hooks"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "given"),
+    [
+        (nn.Sequential(nn.Linear(FEATURES, OUT), nn.ReLU(inplace=True)), inputs_of()),
+        (nn.SoftMarginLoss(), (inputs_of(), torch.ones(2, FEATURES))),
+    ],
+    ids=["in place behind a layer", "a target without a derivative"],
+)
+def test_backward_hooks_are_looked_at_where_torch_runs_them(layer: nn.Module, given: Any) -> None:
+    report = verify_module(layer, given)
+    assert report.passed and "SKIP" not in str([one for one in report.records if "backward" in one.name]), report.to_text()
+
+
+@pytest.mark.parametrize(
+    ("effect", "says"),
+    [
+        (lambda layer: layer._parameters.update(weight=nn.Parameter(layer.weight.data.clone())), "put others in the place of parameters"),
+        (lambda layer: layer.weight.data.copy_(torch.nextafter(layer.weight.data, layer.weight.data + 1)), "weight has other values"),
+    ],
+    ids=["another parameter", "one unit off"],
+)
+def test_a_conversion_rounds_as_torch_does_and_keeps_parameters(effect: Callable[[Any], object], says: str) -> None:
+    class Converts(nn.Linear):
+        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Converts:
+            was = self.weight.dtype
+            super()._apply(fn, recurse)
+            if self.weight.dtype is not was:
+                effect(self)
+            return self
+
+    assert says in failed(verify_module(Converts(FEATURES, OUT), inputs_of()))["to_dtype"]
+
+
 @pytest.mark.parametrize(
     ("seen", "check"),
     [

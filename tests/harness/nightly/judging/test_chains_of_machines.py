@@ -197,3 +197,15 @@ def test_a_night_with_uncommitted_changes_makes_no_commit_an_older_one() -> None
     nights.rows[-1] = replace(nights.rows[-1], revision="c7-dirty")
     nights.add(42, "A", 7, 0.0)
     assert nights.judged().num_nights == 43
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.0145, Verdict.PASS), (0.04, Verdict.REGRESSION)])
+def test_what_is_mended_behind_a_bridge_that_is_off_by_chance_is_over(off: float, verdict: Verdict) -> None:
+    """B is bridged by one commit, and ran it by some percent faster than the nights behind it will say; then 11 % come and go there."""
+    nights = Nights(5)
+    for night in range(60):
+        nights.add(night, "A", night, 0.0)
+    nights.add(60, "B", 59, -off)
+    for night in range(60, 100):
+        nights.add(night, "B", night, 0.11 * (63 <= night < 75))
+    assert nights.judged().verdict is verdict, nights.judged().summary
