@@ -203,6 +203,16 @@ class Subject:
         finally:
             self.template, self.make, self.steps_per_epoch, self.has_batches = template, make, steps_per_epoch, False
 
+    @contextmanager
+    def in_other_mode(self) -> Iterator[None]:
+        """Have the model in evaluation mode where it is in training mode, and the other way round, for a while."""
+        model = self.model
+        self.model = copy.deepcopy(model).train(not model.training)
+        try:
+            yield
+        finally:
+            self.model = model
+
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
         """Open a run: the modifier first, then probes, one for each further entry of the setup. Modes of earlier runs are left.
 
@@ -229,7 +239,7 @@ class Subject:
         )
         run.recorder.perform = Actor(run, self.session_class).perform
         run.recorder.on_begin = self.stopwatch.restart
-        run.way = (chosen, self.trains, model is None) if chosen.settings == (self.settings,) else None
+        run.way = (chosen, self.trains, self.model.training, model is None) if chosen.settings == (self.settings,) else None
         self.latest = run
         return run
 

@@ -75,6 +75,7 @@ def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[Ch
     number=49,
     caught=("quic/aimet#4115", "vllm-project/llm-compressor 0.14: 14 hooks and observers stay after an exception"),
     in_training=True,
+    in_modes=True,
 )
 def nothing_left(subject: Subject) -> str:
     """Fail at every callback and in a forward, and look at the model; then drop everything and see it go.
@@ -240,7 +241,11 @@ def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
 
 
 @register(
-    "claims", "What a run changes of the model it has claimed or touched, so that the result can be saved", number=51, in_training=True
+    "claims",
+    "What a run changes of the model it has claimed or touched, so that the result can be saved",
+    number=51,
+    in_training=True,
+    in_modes=True,
 )
 def claims(subject: Subject) -> str:
     """Go through a whole life, and hold the model's tensors against those before it, as every way of saving does.
@@ -333,6 +338,7 @@ def already_quantized(subject: Subject) -> str:
     "A failure in the middle rolls back, or leaves a directory that no loader takes for a finished checkpoint",
     number=54,
     in_training=True,
+    in_modes=True,
 )
 def rolls_back(subject: Subject) -> str:
     """Fail at every callback with originals kept, and compare the model; then fail in the main path with a folder to write to.

@@ -20,7 +20,13 @@ from harness.lifecycle.other_process import NoAnswerError, digests, run_elsewher
 from harness.lifecycle.subject import NothingToCheckError, Subject
 
 
-@register("repeatable", "A second run of a fresh modifier over the same model gives the same, bit for bit", number=43, in_training=True)
+@register(
+    "repeatable",
+    "A second run of a fresh modifier over the same model gives the same, bit for bit",
+    number=43,
+    in_training=True,
+    in_modes=True,
+)
 def repeatable(subject: Subject) -> str:
     """Run twice over a model, over another one, and over the first again, then after runs that were given up; compare with the first run.
 
@@ -133,7 +139,7 @@ def _another(model: nn.Module) -> nn.Module:
     return other
 
 
-@register("finite", "What a run leaves in the model is finite, wherever it was before", in_training=True)
+@register("finite", "What a run leaves in the model is finite, wherever it was before", in_training=True, in_modes=True)
 def finite(subject: Subject) -> str:
     """Look for NaN and infinity in the state dict; whether the values are right is for the checks of algorithms.
 

@@ -34,7 +34,12 @@ TIMES = (
 )
 
 
-@register("completes", "A whole run over the model comes to its end, with every callback where the contract has it", in_training=True)
+@register(
+    "completes",
+    "A whole run over the model comes to its end, with every callback where the contract has it",
+    in_training=True,
+    in_modes=True,
+)
 def completes(subject: Subject) -> str:
     """Go through a whole life without any fault.
 

@@ -33,6 +33,7 @@ class LifecycleCheck:
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
         in_training: where a modifier has callbacks of a training it looks again in further ones, see `Subject.trainings`.
+        in_modes: a calibration is looked at again over the model in its other mode, training or evaluation.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LifecycleCheck:
     tags: frozenset[str] = frozenset()
     caught: tuple[str, ...] = ()
     in_training: bool = False
+    in_modes: bool = False
 
     @property
     def place(self) -> int:
@@ -83,15 +85,18 @@ class LifecycleCheck:
 
     def _look(self, subject: Subject) -> str:
         seen = [self.function(subject)]
-        for training in subject.trainings() if self.in_training else ():
-            with subject.trained(training):
+        others = [(str(training), subject.trained(training)) for training in (subject.trainings() if self.in_training else ())]
+        if self.in_modes and not subject.trains:
+            others.append((f"in {'evaluation' if subject.model.training else 'training'} mode", subject.in_other_mode()))
+        for where, while_other in others:
+            with while_other:
                 try:
-                    seen.append(f"{training}: {self.function(subject)}")
+                    seen.append(f"{where}: {self.function(subject)}")
                 except Violation as violation:
                     text = str(violation).removeprefix(f"[{violation.clause}] ")
-                    raise Violation(violation.clause, f"{training}, {text}", violation.causes) from violation
-                except NothingToCheckError as reason:  # of this training; the others were looked at
-                    seen.append(f"{training}: {reason}")
+                    raise Violation(violation.clause, f"{where}, {text}", violation.causes) from violation
+                except NothingToCheckError as reason:  # of this look; the others were had
+                    seen.append(f"{where}: {reason}")
         return "; ".join(seen)
 
     def _failed(self, violation: Violation) -> CheckRecord:
@@ -127,6 +132,7 @@ def register(
     tags: tuple[str, ...] = (),
     caught: tuple[str, ...] = (),
     in_training: bool = False,
+    in_modes: bool = False,
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Return a decorator that puts a function into the table.
 
@@ -137,6 +143,7 @@ def register(
         tags: contract tags that take the check out.
         caught: public bugs that it would have caught.
         in_training: look again in further trainings, where a modifier has callbacks of one.
+        in_modes: look again over the model in its other mode, where it is a calibration.
 
     Returns:
         The decorator; it gives the function back unchanged.
@@ -149,7 +156,7 @@ def register(
         full = f"lifecycle.{name}"
         if full in CHECKS:
             raise UserInputError(f"{full}: another check has this name; choose another")
-        CHECKS[full] = LifecycleCheck(full, title, function, number, frozenset(tags), caught, in_training)
+        CHECKS[full] = LifecycleCheck(full, title, function, number, frozenset(tags), caught, in_training, in_modes)
         return function
 
     return put

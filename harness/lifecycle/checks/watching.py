@@ -179,6 +179,7 @@ class _Watch:
     number=50,
     tags=("changes_forward",),
     in_training=True,
+    in_modes=True,
 )
 def hooks_watch(subject: Subject) -> str:
     """Run forwards at every point of a whole life, and hold what flows against forwards without the modifier.

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -215,8 +217,13 @@ class CompressorRun:
 
 
 def settings_of(modifier: Modifier) -> dict[str, object]:
-    """Return the fields of a modifier, without what it keeps under private names."""
-    return {name: value for name, value in vars(modifier).items() if not name.startswith("_")}
+    """Return the fields of a modifier, without what it keeps under private names, and what a cached property has made of them."""
+    own = vars(modifier).items()
+    return {name: value for name, value in own if not name.startswith("_") and not isinstance(_of_class(modifier, name), cached_property)}
+
+
+def _of_class(modifier: Modifier, name: str) -> object:
+    return inspect.getattr_static(type(modifier), name, None)
 
 
 def flags_of(modifier: Modifier) -> Flags:

@@ -16,7 +16,7 @@ from torch import nn
 from compressor.lifecycle import Event, EventType, Modifier, State
 from harness.lifecycle.driving.callback_actions import Actor
 from harness.lifecycle.driving.callback_recorder import Recorder, record
-from harness.lifecycle.driving.driver import apply_settings, call_modifier, flags_of
+from harness.lifecycle.driving.driver import apply_settings, call_modifier, flags_of, settings_of
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.probes import Chain, Probe
 from harness.lifecycle.driving.time_limit import Stopwatch
@@ -91,7 +91,7 @@ class SoloRun:
     def shared(self) -> Mapping[str, object]:
         """Return the state and the settings, by kind."""
         state = {name: value for name, value in vars(self.state).items() if name != "model"}
-        return {"state": state, "settings": dict(vars(self.modifier))}
+        return {"state": state, "settings": settings_of(self.modifier)}
 
 
 @dataclass

@@ -1,0 +1,112 @@
+"""verify looks at a calibration over a model in training mode and in evaluation mode, which is how models are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from pydantic import PrivateAttr
+
+from compressor.lifecycle import Event, Modifier, State
+from harness import verify
+from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.reporting.verdict import Verdict
+
+OWN, OTHER = "layers.0.up_proj", "layers.1.up_proj"
+
+
+def not_claimed(state: State) -> None:
+    state.model.get_submodule(OTHER).weight.data.mul_(0.5)
+
+
+def not_finite(state: State) -> None:
+    state.model.get_submodule(OWN).weight.data[0, 0] = float("inf")
+
+
+class ActsInOneMode(Modifier):
+    """Does something at the end of a calibration, in one mode of the model alone."""
+
+    contract_tags: ClassVar = {"in_place"}
+    training: bool = False
+    _act: Callable[[State], None] = PrivateAttr(not_claimed)
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch([OWN])
+        return True
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        if state.model.training is self.training:
+            self._act(state)
+
+
+class NotFinite(ActsInOneMode):
+    _act: Callable[[State], None] = PrivateAttr(not_finite)
+
+
+class WatchesTooMuch(ActsInOneMode):
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        if state.model.training is self.training:
+            self.register_hook(state.model.get_submodule(OWN), lambda module, args, output: output * 2, "forward")
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+
+
+class EarlierLayer(ActsInOneMode):
+    """Changes the first layer as the second is compressed."""
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        pass
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        if state.model.training is self.training and any(OTHER.startswith(name) for name in event.modules):
+            state.model.get_submodule(OWN).weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("cls", "check"),
+    [(ActsInOneMode, "claims"), (NotFinite, "finite"), (WatchesTooMuch, "hooks_watch"), (EarlierLayer, "completes")],
+)
+def test_what_is_done_in_one_mode_alone_is_told(cls: type[ActsInOneMode], check: str, training: bool) -> None:
+    for given in (True, False):
+        model = TinyModel(8).train(given)
+        report = verify(cls(training=training), model, inputs=tiny_batches(1), checks=[f"lifecycle.{check}"])
+        said = report.records[-1].summary
+        assert report.verdict is Verdict.REGRESSION, report.to_text()
+        assert (f"in {'training' if training else 'evaluation'} mode, " in said) == (given is not training), said
+
+
+class Cached(Modifier):
+    """Makes a number of its settings, once."""
+
+    contract_tags: ClassVar = {"in_place"}
+    keep: float = 0.5
+
+    @cached_property
+    def factor(self) -> float:
+        return 1 - self.keep**2
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch([OWN])
+        return True
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        with torch.no_grad():
+            state.model.get_submodule(OWN).weight.mul_(self.factor)
+
+
+class KeepsAnotherSetting(Cached):
+    keep: float = 0.5
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.keep = 0.25
+
+
+@pytest.mark.parametrize(("cls", "passes"), [(Cached, True), (KeepsAnotherSetting, False)])
+def test_a_cached_property_is_no_setting(cls: type[Any], passes: bool) -> None:
+    report = verify(cls(), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.surroundings", "lifecycle.rolls_back"])
+    assert report.passed is passes, report.to_text()
