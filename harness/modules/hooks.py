@@ -7,6 +7,7 @@ done without gradients: a full backward hook of the module's own puts views in t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -92,12 +93,8 @@ def _backward_hooks(subject: Subject) -> list[str]:
         findings.append("the gradient that the pre-hook returned did not reach the backward hook")
     if not findings and not all(leaf.grad is not None and bool((leaf.grad == 3.0).all()) for leaf in reached):
         findings.append("the gradient that the backward hook returned did not reach the input")
-
-    def there_and_back() -> None:
-        with torch.enable_grad():
-            _send_ones_back(_outputs_with_gradient(subject, args), ends)
-
-    return findings or [line for kind in _BACKWARD for line in _alone(subject, kind, there_and_back)]
+    call = partial(_there_and_back, subject, args, ends)
+    return findings or [line for kind in _BACKWARD for line in _alone(subject, kind, call)]
 
 
 @_check("module.input_replacement")
@@ -212,12 +209,8 @@ def _hook_removal(subject: Subject) -> list[str]:
     except NotApplicableError as reason:
         subject.not_seen.append(f"handles of backward hooks were not looked at: {reason}")
         return findings
-
-    def there_and_back() -> None:
-        with torch.enable_grad():
-            _send_ones_back(_outputs_with_gradient(subject, args), ends)
-
-    return findings + [line for kind in _BACKWARD for line in _removed(subject, kind, there_and_back)]
+    call = partial(_there_and_back, subject, args, ends)
+    return findings + [line for kind in _BACKWARD for line in _removed(subject, kind, call)]
 
 
 def _removed(subject: Subject, kind: Kind, call: Callable[[], object]) -> list[str]:
@@ -309,13 +302,18 @@ def _differentiable(subject: Subject) -> tuple[list[int], tuple[Any, ...], list[
 
 def _ends(subject: Subject, args: tuple[Any, ...], leaves: list[Tensor]) -> list[Tensor] | None:
     """Go there and back once, and say where the way back ended."""
-    with untouched(subject.module), torch.enable_grad():
+    with untouched(subject.module):
         try:
-            _send_ones_back(_outputs_with_gradient(subject, args), leaves)
+            _there_and_back(subject, args, leaves)
         except RuntimeError:
-            _send_ones_back(_outputs_with_gradient(subject, args), None)
+            _there_and_back(subject, args, None)
             return None
     return leaves
+
+
+def _there_and_back(subject: Subject, args: tuple[Any, ...], ends: list[Tensor] | None) -> None:
+    with torch.enable_grad():
+        _send_ones_back(_outputs_with_gradient(subject, args), ends)
 
 
 def _send_ones_back(outputs: list[Tensor], ends: list[Tensor] | None) -> None:
