@@ -127,7 +127,9 @@ def resolve(
     found: Any = module
     for name in path.split("."):
         if not hasattr(found, name):
-            raise error(f"{where}: {source} has no {path!r}; {suggest(path, names(module))}")
+            choices = list(names(module))
+            advice = suggest(path, choices) if choices else "it has no name at all; give another"
+            raise error(f"{where}: {source} has no {path!r}; {advice}")
         owner, found = found, getattr(found, name)
     return Place(owner, name)
 

@@ -62,7 +62,7 @@ def run_elsewhere(recipe: str, subject: Subject, seed: int) -> list[dict[str, st
     Raises:
         NoAnswerError: the modifier cannot be made there, a call of it hangs, or no answer came in five minutes.
     """
-    life = {"steps_per_epoch": subject.steps_per_epoch, "has_batches": subject.has_batches}
+    life = {"steps_per_epoch": subject.steps_per_epoch, "has_batches": subject.has_batches, "in_calibration": subject.in_calibration}
     asked = {"recipe": recipe, "tags": sorted(subject.tags), "seed": seed, "life": life, "limit": subject.stopwatch.limit}
     asked |= {"path": sys.path, "threads": torch.get_num_threads()}
     return [_ask(process, asked, subject.stopwatch.restart) for process in [_started(os.getpid(), one) for one in HASH_SEEDS]]

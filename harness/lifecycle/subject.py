@@ -39,6 +39,7 @@ MOST_BATCHES = 12
 _LAST_END = MOST_BATCHES - 2
 """The last index at which a life comes to `on_end`."""
 
+_CALIBRATION_CALLBACKS = ("on_calibration_start", "on_sequential_epoch_end", "on_calibration_end")
 Batch = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
@@ -58,16 +59,19 @@ class Training:
         settings: these times; a modifier that has `on_event` and no `on_start` takes part without any.
         steps_per_epoch: None where an index is a step.
         has_batches: False for a calibration with these times, as `oneshot` runs it.
+        in_calibration: True where that is of a modifier that asks for none, has callbacks of one, and may refuse it.
     """
 
     settings: Settings
     steps_per_epoch: int | None = None
     has_batches: bool = True
+    in_calibration: bool = False
 
     def __str__(self) -> str:
         """Return the times in words."""
         epochs = f", {self.steps_per_epoch} steps an epoch" if self.steps_per_epoch else ""
-        return f"with start={self.settings.start} and end={self.settings.end}{epochs}"
+        calibration = ", in a calibration" if self.in_calibration else ""
+        return f"with start={self.settings.start} and end={self.settings.end}{epochs}{calibration}"
 
 
 @dataclass
@@ -88,6 +92,7 @@ class Subject:
         make: makes a fresh modifier, where a class was given; else the template is copied.
         steps_per_epoch: of its runs; None where an index is a step.
         has_batches: its life is one of batches, whatever it needs and is given.
+        in_calibration: its life is a calibration, though it asks for none and has a start.
         class_values: what the modifier's classes and their modules held before the first run.
         completed: ways of runs over copies of the model that came to their end.
     """
@@ -105,6 +110,7 @@ class Subject:
     make: Callable[[], Modifier] | None = None
     steps_per_epoch: int | None = None
     has_batches: bool = False
+    in_calibration: bool = False
     class_values: Mapping[str, object] = field(init=False)
     completed: set[object] = field(default_factory=set)
     _modes: EnteredModes | None = None
@@ -130,8 +136,8 @@ class Subject:
 
     @property
     def calibrates(self) -> bool:
-        """True when it asks for calibration data."""
-        return self.template.calibration_need != "none"
+        """True when it asks for calibration data, or is looked at in a calibration all the same."""
+        return self.in_calibration or self.template.calibration_need != "none"
 
     @property
     def parts(self) -> list[tuple[str, ...]]:
@@ -183,6 +189,8 @@ class Subject:
         found += [Training(settings, has_batches=not self.calibrates)] if (template.start, template.end) != (start, end) else []
         if self.calibrates:
             return [*found, Training(settings)]
+        if template.start is not None and overrides(template, *_CALIBRATION_CALLBACKS):  # which a calibration calls, whatever its times
+            found.append(Training(self.settings, has_batches=False, in_calibration=True))
         own = _steps_per_epoch(start, end)
         found += [Training(settings, own)] if own is not None else []
         return list(dict.fromkeys([*found, Training(Settings(0.5, 1.5, template.update), 2)]))
@@ -196,12 +204,13 @@ class Subject:
         """
         template, make, steps_per_epoch = self.template, self.make, self.steps_per_epoch
         self.template, self.steps_per_epoch = self.fresh(training.settings), training.steps_per_epoch
-        self.has_batches = training.has_batches
+        self.has_batches, self.in_calibration = training.has_batches, training.in_calibration
         self.make = lambda: set_times(make() if make is not None else template.model_copy(deep=True), self.settings)
         try:
             yield
         finally:
-            self.template, self.make, self.steps_per_epoch, self.has_batches = template, make, steps_per_epoch, False
+            self.template, self.make, self.steps_per_epoch = template, make, steps_per_epoch
+            self.has_batches = self.in_calibration = False
 
     @contextmanager
     def in_other_mode(self) -> Iterator[None]:

@@ -266,10 +266,14 @@ _NOT_COPIED = ("hooks", "hooks of the tensor")  # which torch's own GraphModule 
 
 @_check("module.two_steps", calls=False)
 def _two_steps(subject: Subject) -> list[str]:
-    """What is copied, loaded or converted keeps what trains, is shared and saved, modes and numbers, once and when it is done again."""
-    module, told = subject.module, f"to({_another_dtype(subject)})"
+    """What is copied, loaded or converted keeps what trains, is shared and saved, modes and numbers, in both modes and when done again."""
+    module, told, findings = subject.module, f"to({_another_dtype(subject)})", list[str]()
     kept = [step for step in ("a copy", "a load", told) if _keeps(module, step)]  # what one step loses its own check tells
-    findings = []
+    for mode in (True, False):
+        with untouched(module):
+            for part in module.modules():
+                part.training = mode
+            findings += [f"{line} behind {step} in training={mode}" for step in kept for line in _lost(module, step)]
     for step in [one for one in _CONVERSIONS if one != told and told in kept]:
         lost = _lost(module, step)
         findings += [f"{line} behind {step}" for line in lost]

@@ -85,7 +85,8 @@ def _state_dict_keys(subject: Subject) -> list[str]:
         if name in state and not same_bits(tensors[name].detach(), state[name])
     ]
     needed = [name for name in state if name not in non_persistent_names(module)][:MAX_LEFT_OUT]
-    wrong = {f"with the unexpected key {PROBE}": PROBE, **{f"without the key {name}": name for name in needed}}
+    unexpected = [f"{name}.{PROBE}".lstrip(".") for name, _ in islice(module.named_modules(), MAX_LEFT_OUT)]
+    wrong = {**{f"with the unexpected key {key}": key for key in unexpected}, **{f"without the key {name}": name for name in needed}}
     with untouched(module):
         findings += _below_another(module)
         findings += [line for name in needed if name in tensors for line in _with_another_shape(module, state, name)]
@@ -151,11 +152,18 @@ def _state_dict_round_trip(subject: Subject) -> list[str]:
         repeats = subject.repeats()
         if module.state_dict().keys() != saved.keys():  # a buffer that was None has got a value, and is state from now on
             saved = _copied(module)
-        overwrite(module)
-        facts = facts_of(module)
-        module.load_state_dict(saved, strict=True)
+        findings: list[str] = []
+        for mode in (True, False):
+            for part in module.modules():
+                part.training = mode
+            overwrite(module)
+            facts = facts_of(module)
+            module.load_state_dict(saved, strict=True)
+            findings = [f"{line} behind a load" for line in changed_facts(facts, facts_of(module))]
+            if findings:
+                break
         after = module.state_dict()
-        findings = [f"{line} behind a load" for line in changed_facts(facts, facts_of(module))]
+        module.eval()
         findings += [
             f"{name} did not come back" for name, value in saved.items() if isinstance(value, Tensor) and not same_bits(value, after[name])
         ]
@@ -200,8 +208,14 @@ def _state_dict_version(subject: Subject) -> list[str]:
     versions = {name: part._version for name, part in module.named_modules()}
     handed: dict[str, Any] = {}
 
-    def note(part: nn.Module, state: object, prefix: str, metadata: dict[str, Any], *rest: object) -> None:
-        handed[prefix.removesuffix(".")] = metadata.get("version")
+    def watch(part: nn.Module) -> None:
+        load = part._load_from_state_dict
+
+        def note(state: object, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
+            handed[prefix.removesuffix(".")] = metadata.get("version")
+            load(state, prefix, metadata, *rest)
+
+        vars(part)["_load_from_state_dict"] = note
 
     state = module.state_dict()
     carried = getattr(state, "_metadata", {})
@@ -212,7 +226,7 @@ def _state_dict_version(subject: Subject) -> list[str]:
     ]
     with untouched(module):
         for part in module.modules():
-            part.register_load_state_dict_pre_hook(note)
+            watch(part)
         module.load_state_dict(state)
     if not findings:
         wrong = [name or "the module" for name, version in versions.items() if handed.get(name) != version]

@@ -21,6 +21,7 @@ _GRADIENT = -0.6171875  # that no forward writes by chance, as zeros and ones ar
 _KINDS = ("torch", "process", "class", "hooks", "training", "requires_grad", "grad")
 """What no forward changes. It may write to buffers, as statistics and caches are, and keep what it likes beside them."""
 # Gradients are on, and the mode: None for that in which the module was given.
+_CALLS = 2  # one that sets something up, and one that finds it there
 _WAYS = tuple((gradients, mode) for mode in (None, True, False) for gradients in (True, False))
 
 
@@ -79,17 +80,20 @@ def _changes(subject: Subject) -> tuple[list[str], Exception | None]:
 
 
 def _kept_changes(subject: Subject) -> tuple[list[Difference], Exception | None]:
-    """What is not as it was after the first forward in a mode, of what is to stay, and what the forward has raised."""
+    """What is not as it was after the first forwards in a mode, of what is to stay, and what a forward has raised."""
     begin, process = Snapshot(subject.module), Snapshot.of_process()
-    buffers, refusal = _buffers(subject), None
-    try:
-        subject.call()
-    except Exception as error:  # noqa: BLE001 - a module may refuse to run in a mode, in any way; it is told
-        refusal = error
-    found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
-    now = _buffers(subject)
-    came_or_went = {name for name in buffers.keys() ^ now.keys() if not {**buffers, **now}[name]}
-    found = [one for one in found if one.kind in _KINDS and not (one.kind in ("requires_grad", "grad") and one.where in came_or_went)]
+    buffers, found, refusal = _buffers(subject), list[Difference](), None
+    for _ in range(_CALLS):
+        try:
+            subject.call()
+        except Exception as error:  # noqa: BLE001 - a module may refuse to run in a mode, in any way; it is told
+            refusal = error
+        found = [*begin.differences(Snapshot(subject.module)), *process.differences(Snapshot.of_process())]
+        now = _buffers(subject)
+        came_or_went = {name for name in buffers.keys() ^ now.keys() if not {**buffers, **now}[name]}
+        found = [one for one in found if one.kind in _KINDS and not (one.kind in ("requires_grad", "grad") and one.where in came_or_went)]
+        if found or refusal:
+            break
     return found, refusal
 
 
@@ -103,7 +107,7 @@ def _reseeded(subject: Subject) -> list[str]:
     ends: list[list[dict[str, object]]] = []
     for seed in (1, 2):
         with untouched(subject.module), random_numbers_kept():
-            ends.append([_random_numbers_behind(subject, 2 * call + seed) for call in range(2)])
+            ends.append([_random_numbers_behind(subject, _CALLS * seed + call) for call in range(_CALLS)])
     calls = list(zip(*ends, strict=True))
     return [whose for whose in calls[0][0] if any(one[whose] == other[whose] for one, other in calls)]
 

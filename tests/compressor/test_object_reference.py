@@ -44,6 +44,7 @@ def test_the_caller_chooses_the_error_its_begin_and_the_names_that_are_suggested
     [
         ("nothing", "this names no subject; write package.module:Name or path/to/file.py:Name"),
         ("mine.py", "write mine.py:Name"),
+        ("empty_reference_of_a_test:Name", "has no 'Name'; it has no name at all; give another"),
         (":Name", "its module '' cannot be imported"),
         ("no_such_module:Name", "its module 'no_such_module' cannot be imported"),
         ("no/such.py:Name", "there is no such file; correct the path"),
@@ -51,6 +52,7 @@ def test_the_caller_chooses_the_error_its_begin_and_the_names_that_are_suggested
     ],
 )
 def test_what_leads_nowhere_says_why(text: str, problem: str, module: Path) -> None:
+    module.with_name("empty_reference_of_a_test.py").write_text("")
     module.with_name("broken_reference_of_a_test.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(UserInputError) as caught:
         resolve(text, "subject", files=True)

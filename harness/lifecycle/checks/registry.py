@@ -97,6 +97,10 @@ class LifecycleCheck:
                     raise Violation(violation.clause, f"{where}, {text}", violation.causes) from violation
                 except NothingToCheckError as reason:  # of this look; the others were had
                     seen.append(f"{where}: {reason}")
+                except CannotTellError as reason:
+                    if not subject.in_calibration:
+                        raise
+                    seen.append(f"{where}: {reason}")
         return "; ".join(seen)
 
     def _failed(self, violation: Violation) -> CheckRecord:

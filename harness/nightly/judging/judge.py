@@ -130,30 +130,34 @@ class _Standing:
     """Where a series stands after some of its shifts: the level that counts, and what is worse than it."""
 
     reference: float
+    range: slice
     open: list[Change] = field(default_factory=list)
     settled: list[Change] = field(default_factory=list)
     since: str = ""
     start: int = 0
 
-    def take(self, change: Change, now: float, error: float, place: int) -> None:
+    def take(self, change: Change, now: float, nights: slice, above: float, place: int) -> None:
         """Go on by a shift.
 
         Args:
             change: it.
             now: the level behind it.
-            error: by how much its difference from the level that counts may be chance.
+            nights: of that level.
+            above: by how much it is surely worse than the level that counts.
             place: of its first night.
         """
         if change.acceptance is not None:
             self.settled += [change]
-            self._stand_at(now, f"since {change.night}, which was accepted", place)
+            self._stand_at(now, nights, f"since {change.night}, which was accepted", place)
         elif change.effect > 0 and (self.open or now - self.reference >= LEAST_EFFECT):
             self.open.append(change)
-        elif change.effect < 0 and now - self.reference < max(LEAST_EFFECT, error):  # back where it was, or better
-            self._stand_at(min(now, self.reference), f"since {change.night}, when it became better by {-change.effect:.1%}", place)
+        elif change.effect < 0 and above <= 0:  # back where it was, or better
+            is_lower = now < self.reference
+            level, where = (now, nights) if is_lower else (self.reference, self.range)
+            self._stand_at(level, where, f"since {change.night}, when it became better by {-change.effect:.1%}", place)
 
-    def _stand_at(self, now: float, since: str, start: int) -> None:
-        self.reference, self.since, self.start, self.open = now, since, start, []
+    def _stand_at(self, now: float, nights: slice, since: str, start: int) -> None:
+        self.reference, self.range, self.since, self.start, self.open = now, nights, since, start, []
 
 
 def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date, told: Sequence[str] = ()) -> Judgement:
@@ -178,16 +182,20 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     nights, levels_N = series.nights, series.levels_N
     starts = [0, *(shift.start for shift in shifts.found)]
     ends = [*(shift.level_end or shift.start for shift in shifts.found), len(nights)]
+    levels = [slice(first, last) for first, last in zip(starts, ends, strict=True)]
     ends[1:] = [series.on_one_machine(first, last) for first, last in zip(starts[1:], ends[1:], strict=True)]
     means = [float(np.median(levels_N[first:last])) for first, last in zip(starts, ends, strict=True)]
-    standing = _Standing(means[0])
-    for shift, now, end in zip(shifts.found, means[1:], ends[1:], strict=True):
+    standing = _Standing(means[0], levels[0])
+    for shift, now, end, level in zip(shifts.found, means[1:], ends[1:], levels[1:], strict=True):
         before = nights[max(0, shift.place - 1)].night
         word = find(nights[shift.place].night, before) if shift.effect > 0 else None
-        own = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
-        across = noise_of(shifts.residuals_E)[1] * series.error_until(end)
-        # More nights mend what the first ones say by chance; a bridge stays off by as much as it is.
-        standing.take(_change(shift, nights[shift.place], word), now, math.hypot(2 * own, 3 * across), shift.place)
+        above = _above(series, shifts.residuals_E, standing.range, level)
+        if above is None:
+            own = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
+            across = noise_of(shifts.residuals_E)[1] * series.error_until(end)
+            # More nights mend what the first ones say by chance; a bridge stays off by as much as it is.
+            above = now - standing.reference - max(LEAST_EFFECT, math.hypot(2 * own, 3 * across))
+        standing.take(_change(shift, nights[shift.place], word), now, level, above, shift.place)
     count, metric = len(nights), nights[-1].metric
     if standing.open:
         changes = (*standing.settled, *standing.open)
@@ -215,6 +223,20 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     noisier = f", {now:.1%} in the last {late}" if late else ""
     summary = f"no {further}change in {told}; noise {usual:.2%} a night{noisier}; ten more would show a step of {seen:.1%}"
     return Judgement(metric, Verdict.PASS, summary, count, tuple(standing.settled), noise, seen)
+
+
+def _above(series: BridgedSeries, residuals_E: NDArray[np.float64], reference: slice, now: slice) -> float | None:
+    """By how much nights are surely worse than earlier ones of the same machine, on that which tells it best; None where none has both."""
+    known = []
+    for place in {one.environment for one in series.nights[now]}:
+        before, behind = (
+            [level for night, level in zip(series.nights[part], series.levels_N[part], strict=True) if night.environment == place]
+            for part in (reference, now)
+        )
+        if min(len(before), len(behind)) >= LEAST_AFTER:
+            error = standard_error(residuals_E, len(before), len(behind))
+            known.append((error, float(np.median(behind) - np.median(before)) - max(LEAST_EFFECT, 2 * error)))
+    return min(known)[1] if known else None
 
 
 def _hidden(above_N: NDArray[np.float64], errors_N: NDArray[np.float64], noise: float, better: str) -> str:

@@ -110,3 +110,21 @@ class KeepsAnotherSetting(Cached):
 def test_a_cached_property_is_no_setting(cls: type[Any], passes: bool) -> None:
     report = verify(cls(), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.surroundings", "lifecycle.rolls_back"])
     assert report.passed is passes, report.to_text()
+
+
+class BothOfThem(ActsInOneMode):
+    """Has callbacks of a calibration and a start of its own, as one that quantizes, and trains on."""
+
+    start: float | None = 0.0
+    end: float | None = 2.0
+
+    def on_start(self, state: State, event: Event) -> None:
+        pass
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        not_claimed(state)
+
+
+def test_callbacks_of_a_calibration_are_called_where_there_is_a_start() -> None:
+    report = verify(BothOfThem(), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.claims"])
+    assert report.verdict is Verdict.REGRESSION, report.to_text()

@@ -237,6 +237,91 @@ def test_a_part_that_is_lost_or_another_is_told(effect: str, way: str) -> None:
     assert says in failed(verify_module(Changes().eval(), inputs_of()))[check]
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_load_that_leaves_another_mode_is_told(given: bool, training: bool) -> None:
+    class Loads(nn.Linear):
+        def _load_from_state_dict(self, *rest: Any) -> None:
+            super()._load_from_state_dict(*rest)
+            self.training = training
+
+    layer = Loads(FEATURES, OUT).train(given)
+    assert f"training was {not training}" in failed(verify_module(layer, inputs_of()))["state_dict_round_trip"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_copy_that_freezes_in_one_mode_is_told(given: bool, training: bool) -> None:
+    class Copies(nn.Linear):
+        def __setstate__(self, state: Any) -> None:
+            super().__setstate__(state)
+            self.weight.requires_grad_(self.training is not training)
+
+    told = failed(verify_module(Copies(FEATURES, OUT).train(given), inputs_of()))
+    assert "weight: requires_grad was True and is False" in told["deepcopy" if given is training else "two_steps"]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_part_that_swallows_unexpected_keys_is_told(depth: int) -> None:
+    class Swallows(nn.Linear):
+        def _load_from_state_dict(
+            self, state: Any, prefix: Any, meta: Any, strict: Any, missing: Any, unexpected: Any, errors: Any
+        ) -> None:
+            super()._load_from_state_dict(state, prefix, meta, strict, missing, [], errors)
+
+    layer: nn.Module = Swallows(FEATURES, OUT)
+    for _ in range(depth):
+        layer = nn.Sequential(layer)
+    assert "unexpected key" in failed(verify_module(layer, inputs_of()))["state_dict_keys"]
+
+
+class LoadsByHand(nn.Linear):
+    """All of it, without torch's way, which calls hooks that look at the version."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: Any, meta: Any, strict: Any, missing: Any, unexpected: Any, errors: Any) -> None:
+        for name, tensor in self._parameters.items():
+            value = state.get(prefix + name)
+            if value is None:
+                missing.append(prefix + name)
+            elif value.shape != tensor.shape:
+                errors.append(f"size mismatch for {prefix}{name}")
+            else:
+                tensor.data.copy_(value)
+        unexpected += [key for key in state if key.startswith(prefix) and key.removeprefix(prefix) not in self._parameters]
+
+
+def test_a_layer_that_loads_by_hand_passes() -> None:
+    report = verify_module(nn.Sequential(LoadsByHand(FEATURES, OUT)), inputs_of())
+    assert report.passed, report.to_text()
+
+
+@pytest.mark.parametrize("call", [1, 2])
+@pytest.mark.parametrize(
+    ("effect", "says"),
+    [
+        (lambda layer: layer.weight.requires_grad_(False), "requires_grad changed"),
+        (lambda layer: layer.train(not layer.training), "training changed"),
+        (lambda layer: torch.set_default_dtype(torch.float64), "default dtype"),
+        (lambda layer: layer._parameters.update(weight=nn.Parameter(layer.weight.data.clone())), "put others in the place"),
+    ],
+    ids=["freezes", "mode", "dtype", "parameter"],
+)
+def test_what_the_second_call_leaves_is_told(effect: Callable[[Any], object], says: str, call: int) -> None:
+    class Leaves(nn.Linear):
+        calls = 0
+
+        def forward(self, input: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls == call:
+                effect(self)
+            return input.mean() + torch.zeros(OUT)
+
+    assert says in failed(verify_module(Leaves(FEATURES, OUT), inputs_of()))["surroundings"]
+    assert torch.get_default_dtype() is torch.float32
+
+
 @pytest.mark.parametrize("whose", ["the module", "inner"])
 def test_a_forward_that_changes_a_class_is_told_and_put_back(whose: str) -> None:
     class Changes(nn.Module):

@@ -209,3 +209,36 @@ def test_what_is_mended_behind_a_bridge_that_is_off_by_chance_is_over(off: float
     for night in range(60, 100):
         nights.add(night, "B", night, 0.11 * (63 <= night < 75))
     assert nights.judged().verdict is verdict, nights.judged().summary
+
+
+@pytest.mark.parametrize(("stays", "verdict"), [(0.0, Verdict.PASS), (0.03, Verdict.REGRESSION)])
+@pytest.mark.parametrize("accepted", [0.0, 0.1])
+@pytest.mark.parametrize("machines", ["B", "BCD"])
+def test_what_is_mended_in_part_is_held_against_nights_of_its_own_machine(
+    machines: str, accepted: float, stays: float, verdict: Verdict
+) -> None:
+    """Bridges of one commit are unsure of 3 %; the last machine has good nights of its own, then 12 % that are mended in part."""
+    for seed in range(4):
+        nights = Nights(seed, 0.006)
+        begins = [60 + 6 * number for number in range(len(machines))]
+        good = begins[-1] + 14
+        for night in range(good + 30):
+            hop = sum(begin <= night for begin in begins)
+            machine = "A" if not hop else machines[hop - 1]
+            level = accepted * (night >= 30) + (0.0 if night < good else 0.12 if night < good + 8 else stays)
+            if night in begins:
+                nights.add(night, machine, night - 1, accepted)
+            nights.add(night, machine, night, level)
+        assert nights.judged(*[30] if accepted else []).verdict is verdict, nights.judged().summary
+
+
+def test_what_was_mended_in_part_stays_open_as_machines_go_on() -> None:
+    """A tells 12 % of which 4 % stay; then C and D come, each behind one commit."""
+    nights = Nights(3, 0.006)
+    for night in range(100):
+        level = 0.12 if 40 <= night < 48 else 0.04 * (night >= 48)
+        machine = "A" if night < 54 else "C" if night < 60 else "D"
+        if night in (54, 60):
+            nights.add(night, machine, night - 1, level)
+        nights.add(night, machine, night, level)
+    assert nights.judged().verdict is Verdict.REGRESSION, nights.judged().summary
