@@ -29,6 +29,7 @@ from harness.validation.behaviour.bootstrap import TARGET_POWER, student_quantil
 _CONFIDENCE = 0.95
 _LEAST_P = 1e-12  # below it the tail is not exact
 _TEN = 10
+_SURE = 4.0  # errors of a difference across bridges: as sure as a shift has to be
 _RESTLESS = 3.0
 """Times the noise of other nights: more is no chance in two nights that follow each other."""
 _FAR = 6.0
@@ -125,25 +126,41 @@ def _weight(found: Judgement) -> int:
     return 0 if _is_too_short(found) else {Verdict.REGRESSION: 2, Verdict.INCONCLUSIVE: 1, Verdict.PASS: 0}[found.verdict]
 
 
+@dataclass(frozen=True)
+class _Left:
+    """What stays of what was worse, behind a change for the better.
+
+    Attributes:
+        above: by how much nights are worse than the level that counts.
+        chance: by so much they may be by chance.
+        surely: by more they are worse; between both nobody can tell, since a bridge stays off by as much as it is.
+    """
+
+    above: float
+    chance: float
+    surely: float
+
+
 @dataclass
 class _Standing:
     """Where a series stands after some of its shifts: the level that counts, and what is worse than it."""
 
     reference: float
-    range: slice
+    ranges: tuple[slice, ...]
     open: list[Change] = field(default_factory=list)
     settled: list[Change] = field(default_factory=list)
     since: str = ""
     start: int = 0
+    unsure: float = 0.0
 
-    def take(self, change: Change, now: float, nights: slice, above: float, place: int) -> None:
+    def take(self, change: Change, now: float, nights: tuple[slice, ...], left: _Left, place: int) -> None:
         """Go on by a shift.
 
         Args:
             change: it.
             now: the level behind it.
-            nights: of that level.
-            above: by how much it is surely worse than the level that counts.
+            nights: of that level, those that surely are and all of them.
+            left: beside the level that counts.
             place: of its first night.
         """
         if change.acceptance is not None:
@@ -151,13 +168,15 @@ class _Standing:
             self._stand_at(now, nights, f"since {change.night}, which was accepted", place)
         elif change.effect > 0 and (self.open or now - self.reference >= LEAST_EFFECT):
             self.open.append(change)
-        elif change.effect < 0 and above <= 0:  # back where it was, or better
-            is_lower = now < self.reference
-            level, where = (now, nights) if is_lower else (self.reference, self.range)
+        elif change.effect < 0 and left.above < left.surely:  # back where it was, or better, as far as anybody can tell
+            level, where = (now, nights) if now < self.reference else (self.reference, self.ranges)
+            unsure = left.above if self.open and left.above > left.chance else 0.0
             self._stand_at(level, where, f"since {change.night}, when it became better by {-change.effect:.1%}", place)
+            self.unsure = unsure
 
-    def _stand_at(self, now: float, nights: slice, since: str, start: int) -> None:
-        self.reference, self.range, self.since, self.start, self.open = now, nights, since, start, []
+    def _stand_at(self, now: float, nights: tuple[slice, ...], since: str, start: int) -> None:
+        self.reference, self.ranges, self.since, self.start = now, nights, since, start
+        self.open, self.unsure = [], 0.0
 
 
 def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date, told: Sequence[str] = ()) -> Judgement:
@@ -182,20 +201,18 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     nights, levels_N = series.nights, series.levels_N
     starts = [0, *(shift.start for shift in shifts.found)]
     ends = [*(shift.level_end or shift.start for shift in shifts.found), len(nights)]
-    levels = [slice(first, last) for first, last in zip(starts, ends, strict=True)]
+    levels = [(slice(first, last), slice(first, then)) for first, last, then in zip(starts, ends, [*starts[1:], len(nights)], strict=True)]
     ends[1:] = [series.on_one_machine(first, last) for first, last in zip(starts[1:], ends[1:], strict=True)]
     means = [float(np.median(levels_N[first:last])) for first, last in zip(starts, ends, strict=True)]
     standing = _Standing(means[0], levels[0])
     for shift, now, end, level in zip(shifts.found, means[1:], ends[1:], levels[1:], strict=True):
         before = nights[max(0, shift.place - 1)].night
         word = find(nights[shift.place].night, before) if shift.effect > 0 else None
-        above = _above(series, shifts.residuals_E, standing.range, level)
-        if above is None:
-            own = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
-            across = noise_of(shifts.residuals_E)[1] * series.error_until(end)
-            # More nights mend what the first ones say by chance; a bridge stays off by as much as it is.
-            above = now - standing.reference - max(LEAST_EFFECT, math.hypot(2 * own, 3 * across))
-        standing.take(_change(shift, nights[shift.place], word), now, level, above, shift.place)
+        own = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
+        error = math.hypot(own, noise_of(shifts.residuals_E)[1] * series.error_until(end))
+        across = _Left(now - standing.reference, max(LEAST_EFFECT, 2 * error), max(LEAST_EFFECT, _SURE * error))
+        left = _left_on_one_machine(series, shifts.residuals_E, standing.ranges, level[0]) or across
+        standing.take(_change(shift, nights[shift.place], word), now, level, left, shift.place)
     count, metric = len(nights), nights[-1].metric
     if standing.open:
         changes = (*standing.settled, *standing.open)
@@ -206,6 +223,12 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     missing = max(LEAST_NOISE + LEAST_AFTER - count, 2 * LEAST_AFTER - (count - shifts.start))
     if missing > 0:
         summary = f"{told}: too few to tell noise from change; {missing} more in this environment {'is' if missing == 1 else 'are'} needed"
+        return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
+    if standing.unsure:
+        summary = (
+            f"{told}, but {effect_of_levels(standing.unsure, nights[-1].better):.1%} of what was worse may stay, which the bridge is too "
+            "unsure to tell; run more of the earlier commits here (harness nightly run --at), or accept it"
+        )
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
     held = series.levels_before(shifts.start)
     usual = detectable_step(shifts.residuals_E, held, _TEN, TARGET_POWER)[0]
@@ -225,18 +248,21 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     return Judgement(metric, Verdict.PASS, summary, count, tuple(standing.settled), noise, seen)
 
 
-def _above(series: BridgedSeries, residuals_E: NDArray[np.float64], reference: slice, now: slice) -> float | None:
-    """By how much nights are surely worse than earlier ones of the same machine, on that which tells it best; None where none has both."""
-    known = []
-    for place in {one.environment for one in series.nights[now]}:
-        before, behind = (
-            [level for night, level in zip(series.nights[part], series.levels_N[part], strict=True) if night.environment == place]
-            for part in (reference, now)
-        )
-        if min(len(before), len(behind)) >= LEAST_AFTER:
-            error = standard_error(residuals_E, len(before), len(behind))
-            known.append((error, float(np.median(behind) - np.median(before)) - max(LEAST_EFFECT, 2 * error)))
-    return min(known)[1] if known else None
+def _left_on_one_machine(series: BridgedSeries, residuals_E: NDArray[np.float64], references: Sequence[slice], now: slice) -> _Left | None:
+    """What stays beside earlier nights of the same machine, on that which tells it best; None where none has both."""
+    for reference in references:
+        known = []
+        for place in {one.environment for one in series.nights[now]}:
+            before, behind = (
+                [level for night, level in zip(series.nights[part], series.levels_N[part], strict=True) if night.environment == place]
+                for part in (reference, now)
+            )
+            if min(len(before), len(behind)) >= LEAST_AFTER:
+                known.append((standard_error(residuals_E, len(before), len(behind)), float(np.median(behind) - np.median(before))))
+        if known:
+            error, above = min(known)
+            return _Left(above, max(LEAST_EFFECT, 2 * error), max(LEAST_EFFECT, 2 * error))  # more nights mend what few say by chance
+    return None
 
 
 def _hidden(above_N: NDArray[np.float64], errors_N: NDArray[np.float64], noise: float, better: str) -> str:

@@ -242,3 +242,24 @@ def test_what_was_mended_in_part_stays_open_as_machines_go_on() -> None:
             nights.add(night, machine, night - 1, level)
         nights.add(night, machine, night, level)
     assert nights.judged().verdict is Verdict.REGRESSION, nights.judged().summary
+
+
+@pytest.mark.parametrize(
+    ("off", "commits", "verdict"),
+    [(0.0, 1, Verdict.PASS), (0.0145, 1, Verdict.INCONCLUSIVE), (0.0145, 6, Verdict.PASS), (0.04, 1, Verdict.REGRESSION)],
+)
+def test_what_only_a_bridge_could_tell_of_what_stays_is_said(off: float, commits: int, verdict: Verdict) -> None:
+    """B is slow from its first night on and mended later, so that no good night of its own says how far it is back."""
+    nights = Nights(5)
+    for night in range(60):
+        nights.add(night, "A", night, 0.0)
+    for commit in range(60 - commits, 60):
+        nights.add(60, "B", commit, -off if commit == 59 else 0.0)
+    for night in range(60, 100):
+        nights.add(night, "B", night, 0.11 * (night < 75))
+    found = nights.judged()
+    assert found.verdict is verdict, found.summary
+    assert ("of what was worse may stay, which the bridge is too unsure to tell; run more" in found.summary) == (
+        verdict is Verdict.INCONCLUSIVE
+    )
+    assert nights.judged(60).verdict is Verdict.PASS
