@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -21,6 +21,7 @@ from compressor.errors import CompressorError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, Session
 from compressor.lifecycle.interface import TRAINING_CALLBACKS
 from compressor.lifecycle.modifier import overrides
+from compressor.random_state import random_numbers_kept
 from harness.lifecycle.driving.callback_actions import Actor
 from harness.lifecycle.driving.callback_recorder import Acts, Entry
 from harness.lifecycle.driving.class_values import frozen_class_values
@@ -28,6 +29,7 @@ from harness.lifecycle.driving.compare import CallResult, Violation, failures, f
 from harness.lifecycle.driving.driver import CompressorRun, Run, apply_settings, set_times
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
+from harness.lifecycle.driving.snapshot import Snapshot
 from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.driving.torch_settings import EnteredModes
 from harness.lifecycle.machines.strategies import Setup
@@ -214,13 +216,27 @@ class Subject:
 
     @contextmanager
     def in_other_mode(self) -> Iterator[None]:
-        """Have the model in evaluation mode where it is in training mode, and the other way round, for a while."""
+        """Have the model in evaluation mode where it is in training mode, and the other way round, for a while.
+
+        Raises:
+            NothingToCheckError: forwards change the model there themselves, as a BatchNorm does in training mode.
+        """
         model = self.model
         self.model = copy.deepcopy(model).train(not model.training)
         try:
+            if not self._stands_still():
+                raise NothingToCheckError("forwards change the model themselves")
             yield
         finally:
             self.model = model
+
+    def _stands_still(self) -> bool:
+        model = copy.deepcopy(self.model)
+        before = Snapshot(model)
+        with torch.no_grad(), random_numbers_kept():
+            for batch in self.batches:
+                call(model, copy.deepcopy(batch))
+        return not any(one.kind in ("module", "tensor") for one in before.differences(Snapshot(model)))
 
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
         """Open a run: the modifier first, then probes, one for each further entry of the setup. Modes of earlier runs are left.
@@ -256,9 +272,10 @@ class Subject:
         """The batches, as a calibration hands them to modifiers that run forwards of their own."""
         batches = [(batch,) if isinstance(batch, Tensor) else batch for batch in copy.deepcopy(list(self.batches))]
         shapes = [leading_tensor(batch).shape for batch in batches]
-        return CalibrationData(
-            batches, [None] * len(batches), "", sum(shape[0] for shape in shapes), sum(shape[:2].numel() for shape in shapes)
-        )
+        num_samples, num_tokens = sum(shape[0] for shape in shapes), sum(shape[:2].numel() for shape in shapes)
+        data = CalibrationData(batches, [None] * len(batches), "", num_samples, num_tokens)
+        assert len(data.sample_parts) == len(batches)  # made once, so that no forward seems to have left it
+        return data
 
     def check(self, run: CompressorRun) -> CheckedRun:
         """Put the oracle beside a run.
@@ -290,10 +307,16 @@ class Subject:
         return {kind for tag, kind in (("random", "rng"), ("annotates", "attribute")) if tag in self.tags}
 
     def forward(self, run: Run) -> None:
-        """Run the model of a run over copies of all batches."""
+        """Run the model of a run over copies of all batches, as a calibration does; as the base stream first, where a modifier takes it."""
         with torch.no_grad():
-            for batch in self.batches:
-                call(run.model, copy.deepcopy(batch))
+            for number, batch in enumerate(self.batches):
+                for is_base in self.streams(run):
+                    with entered(run, number, is_base):
+                        call(run.model, copy.deepcopy(batch))
+
+    def streams(self, run: Run) -> tuple[bool, ...]:
+        """Return of each forward of a batch in a calibration whether it is that of the base stream."""
+        return (True, False) if isinstance(run, CompressorRun) and run.state.has_base_stream else (False,)
 
     def backward(self, run: Run) -> None:
         """Run the model of a run over copies of all batches and back again; no gradient is kept."""
@@ -354,6 +377,22 @@ class Subject:
         begin_random_numbers(seed)
         self.live(self.check(run), run)
         return {key: value.detach().clone() for key, value in run.model.state_dict().items()}
+
+
+@contextmanager
+def entered(run: Run, number: int, is_base: bool) -> Iterator[None]:
+    """Show modifiers which batch runs, and in which stream, as a calibration does."""
+    if not isinstance(run, CompressorRun) or run.state.data is None:
+        yield
+        return
+    with run.session.only_base_hooks() if is_base else nullcontext():
+        run.state.enter_batch(run.state.data, number)
+        run.state.base_stream = is_base
+        try:
+            yield
+        finally:
+            run.state.leave_batch()
+            run.state.base_stream = False
 
 
 def call(model: nn.Module, batch: Batch) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 
 from compressor.console import Console
 from compressor.json_text import to_json
+from compressor.random_state import random_numbers_kept
 from harness.lifecycle.process_state import process_kept, settings_kept
 from harness.modules import copies, hooks, state, surroundings
 from harness.modules.subject import ModuleCheck, NotApplicableError, Subject, untouched
@@ -98,7 +99,7 @@ def verify_module(module: nn.Module, inputs: object) -> ModuleReport:
             holds sparse, nested, quantized or meta tensors; inputs that cannot be copied.
     """
     subject = Subject.of(module, inputs)
-    with process_kept(module.modules()):
+    with random_numbers_kept(devices="all"), process_kept(module.modules()):
         with process_kept(module.modules()):  # the checks meet the process as the first call has met it
             called = _call(subject)
         records = [called]

@@ -23,6 +23,7 @@ from harness.modules.tensors import (
     facts_of,
     known_tensors,
     overwrite,
+    persistent_names,
     same_bits,
     share_memory,
 )
@@ -50,6 +51,7 @@ def _deepcopy(subject: Subject) -> list[str]:
         module.eval()
         twin.eval()
         output = run(twin, *subject.inputs())
+        findings += _loaded_into(twin, module)
         if not subject.repeats():
             return findings
         findings += [] if same_bits(subject.call(), output) else ["the copy's output differs"]
@@ -58,6 +60,24 @@ def _deepcopy(subject: Subject) -> list[str]:
             is_its_own = same_bits(output, run(twin, *subject.inputs()))
             findings += [] if is_its_own else ["the copy computes with the tensors of the original"]
         return findings
+
+
+def _loaded_into(twin: nn.Module, module: nn.Module) -> list[str]:
+    """Whether a copy takes what is loaded into it; what the original does not take either is told elsewhere. Leaves both as they were."""
+    state = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in module.state_dict().items()}
+    lost = [name for name in _forgotten(twin, module, state) if name not in _forgotten(module, twin, state)]
+    return [f"the copy does not take {', '.join(lost[:5])} from a state dict"] if lost else []
+
+
+def _forgotten(module: nn.Module, other: nn.Module, state: dict[str, Any]) -> list[str]:
+    with untouched(module), untouched(other):
+        overwrite(module)
+        try:
+            module.load_state_dict(state, strict=True)
+        except RuntimeError:
+            return []
+        now = known_tensors(module)
+        return [name for name in persistent_names(module) if name in state and not same_bits(now[name].detach(), state[name])]
 
 
 @_check("module.to_dtype")
@@ -74,15 +94,13 @@ def _to_dtype(subject: Subject) -> list[str]:
         raise NotApplicableError("it computes with complex numbers alone")
     with untouched(module):
         facts, handles = _facts_with_hooks(module)
-        parameters = {name: one for name, one in module.named_parameters() if type(one) is nn.Parameter}  # torch may replace others
+        parameters = _plain_parameters(module)
         values = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}
         before = {name: tensor.dtype for name, tensor in values.items()}
         kept = _kept_names(module)
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
         findings += [f"{line} behind to({new})" for line in changed_facts(facts, facts_of(module))]
-        there = dict(module.named_parameters())
-        others = [name for name, parameter in parameters.items() if there.get(name, parameter) is not parameter]
-        findings += [f"to({new}) put others in the place of parameters that optimizers hold: {', '.join(others[:5])}"] if others else []
+        findings += [f"{line} behind to({new})" for line in _replaced(parameters, module)]
         for handle in handles:
             handle.remove()
         for name, tensor in known_tensors(module).items():
@@ -114,6 +132,17 @@ def _another_dtype(subject: Subject) -> torch.dtype:
     return torch.bfloat16 if _own_dtype(subject) is not torch.bfloat16 else torch.float32
 
 
+def _plain_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Those that torch changes in place."""
+    return {name: one for name, one in module.named_parameters() if type(one) is nn.Parameter}
+
+
+def _replaced(parameters: Mapping[str, nn.Parameter], module: nn.Module) -> list[str]:
+    now = dict(module.named_parameters())
+    others = [name for name, parameter in parameters.items() if now.get(name, parameter) is not parameter]
+    return [f"others are in the place of parameters that optimizers hold, {', '.join(others[:5])},"] if others else []
+
+
 def _kept_names(module: nn.Module) -> set[str]:
     """Names of the buffers whose dtype a file format fixes."""
     return {f"{where}.{name}".lstrip(".") for where, part in module.named_modules() for name in getattr(part, "kept_dtypes", ())}
@@ -126,7 +155,10 @@ def _allowed(before: torch.dtype, new: torch.dtype) -> set[torch.dtype]:
 
 
 def _facts_with_hooks(module: nn.Module) -> tuple[Facts, list[RemovableHandle]]:
-    """Hang a hook of each kind on each of its modules, which change nothing, and return the facts. Changes the module."""
+    """Hang a hook of each kind on each of its modules, which change nothing, give gradients, and return the facts. Changes the module."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.is_leaf:
+            parameter.grad = torch.zeros_like(parameter)
     handles = [register(part, _look) for part in module.modules() for register in _REGISTERS]
     return facts_of(module), handles
 
@@ -231,7 +263,7 @@ def _to_device(subject: Subject) -> list[str]:
         facts, handles = _facts_with_hooks(module)
         findings = [] if module.to(target) is module else ["to(device) did not return the module"]
         # On meta torch makes new parameters, one for each name.
-        of_torch = ("the same as", "hooks of the tensor") if target.type == "meta" else ()
+        of_torch = ("the same as", "hooks of the tensor", "a gradient") if target.type == "meta" else ()
         findings += [f"{line} behind to({target.type!r})" for line in changed_facts(facts, facts_of(module), *of_torch)]
         for handle in handles:
             handle.remove()
@@ -261,7 +293,7 @@ _STEPS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
     "a load": _loaded,
     **{step: _to(dtype) for step, dtype in _CONVERSIONS.items()},
 }
-_NOT_COPIED = ("hooks", "hooks of the tensor")  # which torch's own GraphModule leaves out
+_NOT_COPIED = ("hooks", "hooks of the tensor", "a gradient")  # which torch's own GraphModule leaves out
 
 
 @_check("module.two_steps", calls=False)
@@ -294,9 +326,11 @@ def _lost(module: nn.Module, *steps: str) -> list[str]:
     with untouched(module):
         before = facts_of(module) if "a copy" in steps else _facts_with_hooks(module)[0]  # torch leaves hooks out of some copies
         values, found = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}, module
+        parameters = _plain_parameters(module)
         for step in steps:
             found = _STEPS[step](found)
-        lines = changed_facts(before, facts_of(found), *(_NOT_COPIED if "a copy" in steps else ()))
+        lines = _replaced(parameters, found) if found is module else []
+        lines += changed_facts(before, facts_of(found), *(_NOT_COPIED if "a copy" in steps else ()))
         now, kept, dtypes = known_tensors(found), _kept_names(module), [_CONVERSIONS[step] for step in steps if step in _CONVERSIONS]
         return lines + [
             f"{name}, of {value.dtype}, is another tensor, of {now[name].dtype}"

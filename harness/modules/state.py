@@ -79,11 +79,11 @@ def _state_dict_keys(subject: Subject) -> list[str]:
     module = subject.module
     state, tensors = module.state_dict(), known_tensors(module)
     findings = [f"{name} is not in the state dict" for name in persistent_names(module) if name not in state]
-    findings += [
-        f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, and in the state dict it is {_described(state[name])}"
-        for name in persistent_names(module)
-        if name in state and not same_bits(tensors[name].detach(), state[name])
-    ]
+    findings += _unlike(module, state)
+    if not findings:
+        with untouched(module):
+            overwrite(module)
+            findings = [f"{line}, behind a change of it" for line in _unlike(module, module.state_dict())]
     needed = [name for name in state if name not in non_persistent_names(module)][:MAX_LEFT_OUT]
     unexpected = [f"{name}.{PROBE}".lstrip(".") for name, _ in islice(module.named_modules(), MAX_LEFT_OUT)]
     wrong = {**{f"with the unexpected key {key}": key for key in unexpected}, **{f"without the key {name}": name for name in needed}}
@@ -104,17 +104,34 @@ def _state_dict_keys(subject: Subject) -> list[str]:
     return findings
 
 
+def _unlike(module: nn.Module, state: dict[str, Any]) -> list[str]:
+    """Which tensors a state dict holds otherwise."""
+    tensors = known_tensors(module)
+    return [
+        f"{name} is {tensors[name].dtype} {list(tensors[name].shape)}, and in the state dict it is {_described(state[name])}"
+        for name in persistent_names(module)
+        if name in state and not same_bits(tensors[name].detach(), state[name])
+    ]
+
+
 def _with_another_shape(module: nn.Module, state: dict[str, Any], name: str) -> list[str]:
-    """Load a tensor of another shape, which is refused, or taken as a buffer that is made to fit."""
-    contents, shape = copy.copy(state), state[name].shape
-    contents[name] = state[name].new_empty([size + 1 for size in shape] or [2, 2])
-    with untouched(module):
-        try:
-            module.load_state_dict(contents, strict=True)
-        except RuntimeError as error:
-            return [] if name in str(error) else [f"the error of a strict load with {name} in another shape does not name it"]
-        is_taken = module.state_dict()[name].shape == contents[name].shape
-    return [] if is_taken else [f"a strict load accepted {name} in another shape, and left it as it was"]
+    """Load a tensor of other shapes, each of which is refused, or taken as a buffer that is made to fit."""
+    contents, shape = copy.copy(state), [*state[name].shape]
+    larger, smaller, flat = [size + 1 for size in shape], [max(1, size - 1) for size in shape], [state[name].numel()]
+    for other in [larger, smaller, [1] * len(shape), flat, [1, *shape]] if shape else [[2, 2]]:
+        if other == shape:
+            continue
+        contents[name] = state[name].new_empty(other)
+        with untouched(module):
+            try:
+                module.load_state_dict(contents, strict=True)
+            except RuntimeError as error:
+                if name not in str(error):
+                    return [f"the error of a strict load with {name} in another shape does not name it"]
+                continue
+            if module.state_dict()[name].shape != contents[name].shape:
+                return [f"a strict load accepted {name} in another shape, and left it as it was"]
+    return []
 
 
 def _described(saved: object) -> str:

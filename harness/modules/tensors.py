@@ -88,6 +88,7 @@ def facts_of(module: nn.Module) -> Facts:
     for name, tensor in known_tensors(module).items():
         hooks = [Same(hook) for kind in TENSOR_HOOKS for hook in (getattr(tensor, kind, None) or {}).values()]
         facts |= {("requires_grad", name): tensor.requires_grad, ("in the state dict", name): name not in left_out}
+        facts["a gradient", name] = tensor.is_leaf and tensor.grad is not None
         facts["hooks of the tensor", name] = hooks
     for name, parameter in module.named_parameters(remove_duplicate=False):
         facts["the same as", name] = first.setdefault(id(parameter), name)

@@ -85,22 +85,22 @@ class LifecycleCheck:
 
     def _look(self, subject: Subject) -> str:
         seen = [self.function(subject)]
-        others = [(str(training), subject.trained(training)) for training in (subject.trainings() if self.in_training else ())]
+        others = [(str(one), subject.trained(one), one.in_calibration) for one in (subject.trainings() if self.in_training else ())]
         if self.in_modes and not subject.trains:
-            others.append((f"in {'evaluation' if subject.model.training else 'training'} mode", subject.in_other_mode()))
-        for where, while_other in others:
-            with while_other:
-                try:
+            others.append((f"in {'evaluation' if subject.model.training else 'training'} mode", subject.in_other_mode(), False))
+        for where, while_other, may_refuse in others:
+            try:
+                with while_other:
                     seen.append(f"{where}: {self.function(subject)}")
-                except Violation as violation:
-                    text = str(violation).removeprefix(f"[{violation.clause}] ")
-                    raise Violation(violation.clause, f"{where}, {text}", violation.causes) from violation
-                except NothingToCheckError as reason:  # of this look; the others were had
-                    seen.append(f"{where}: {reason}")
-                except CannotTellError as reason:
-                    if not subject.in_calibration:
-                        raise
-                    seen.append(f"{where}: {reason}")
+            except Violation as violation:
+                text = str(violation).removeprefix(f"[{violation.clause}] ")
+                raise Violation(violation.clause, f"{where}, {text}", violation.causes) from violation
+            except NothingToCheckError as reason:  # of this look; the others were had
+                seen.append(f"{where}: {reason}")
+            except CannotTellError as reason:
+                if not may_refuse:
+                    raise
+                seen.append(f"{where}: {reason}")
         return "; ".join(seen)
 
     def _failed(self, violation: Violation) -> CheckRecord:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compressor.data.collate import leading_tensor
 from compressor.lifecycle import State
 from compressor.random_state import RandomState, random_numbers_kept
 from harness.lifecycle.checks.registry import register
@@ -40,9 +41,11 @@ class _Case:
     number: int
     batch: Batch
     training: bool
+    is_base: bool = False
 
     def __str__(self) -> str:
-        return f"batch {self.number}, in {'training' if self.training else 'evaluation'} mode"
+        base = ", in the base stream" if self.is_base else ""
+        return f"batch {self.number}, in {'training' if self.training else 'evaluation'} mode{base}"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,10 @@ class _Watch:
         some = list(islice(cycle(batches), max(LEAST_BATCHES, len(batches))))
         # Where random numbers may be drawn, those of the model's own training mode cannot be held against one another.
         modes = (False,) if "random" in subject.tags else (False, True)
-        self._cases = [_Case(number + 1, batch, training) for training in modes for number, batch in enumerate(some)]
+        streams = (True, False) if subject.template.base_stream != "unused" and not subject.trains else (False,)
+        self._cases = [
+            _Case(number + 1, batch, training, is_base) for training in modes for number, batch in enumerate(some) for is_base in streams
+        ]
         self._callers: list[nn.Module] = []
         self._own = set(model.modules())
         self._hung: set[object] = set()  # they may have gone over to a module that took the place of another
@@ -149,7 +155,7 @@ class _Watch:
         self._callers.clear()
         reaching: list[Any] = []
         with_gradients = self._subject.trains or case.number % 2 == 0  # where another modifier trains, a calibration meets both
-        with sleep, _kept(model, case.training), _running(state, batch), random_numbers_kept(), torch.set_grad_enabled(with_gradients):
+        with sleep, _kept(model, case.training), _running(state, case), random_numbers_kept(), torch.set_grad_enabled(with_gradients):
             begin_random_numbers()
             if case.number % 4 == 3:
                 _accumulate(model)
@@ -221,9 +227,12 @@ def _callers_hooks(called: list[nn.Module]) -> tuple[Callable[..., None], ...]:
 
 
 @contextmanager
-def _running(state: State, batch: Batch) -> Iterator[None]:
-    """Show modifiers the mask of a batch while it runs, as a calibration does."""
-    kept = {name: getattr(state, name) for name in _OF_THE_BATCH}
+def _running(state: State, case: _Case) -> Iterator[None]:
+    """Show modifiers the mask of a batch while it runs, and in a calibration its number, shape and stream."""
+    kept, batch = {name: getattr(state, name) for name in _OF_THE_BATCH}, case.batch
+    if state.data is not None:
+        state.batch_index, state.base_stream = case.number - 1, case.is_base
+        state.batch_shape = tuple(leading_tensor(batch if isinstance(batch, dict | tuple) else (batch,)).shape[:2])
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point() and not bool(mask.all()):
         state.token_mask = mask != 0

@@ -126,7 +126,8 @@ class CompressorRun:
         self.model = model
         self.recorder = Recorder()
         self.modifiers = [record(modifier, self.recorder, number) for number, modifier in enumerate(modifiers)]
-        self.state = State(model=model, data=data, keep_originals=keep_originals)
+        self.state = State(model=model, data=data, keep_originals=keep_originals, has_steps=data is None)
+        self.state.has_base_stream = data is not None and any(modifier.base_stream != "unused" for modifier in modifiers)
         self.session = (session_class or Session)(self.state, self.modifiers, steps_per_epoch)
 
     def initialize(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from pydantic import PrivateAttr
+from torch import Tensor, nn
 
 from compressor.lifecycle import Event, Modifier, State
 from harness import verify
@@ -128,3 +129,80 @@ class BothOfThem(ActsInOneMode):
 def test_callbacks_of_a_calibration_are_called_where_there_is_a_start() -> None:
     report = verify(BothOfThem(), TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.claims"])
     assert report.verdict is Verdict.REGRESSION, report.to_text()
+
+
+class Normalized(nn.Module):
+    """Its own forward writes running statistics in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.norm = nn.Embedding(16, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, input: Tensor) -> Any:
+        return self.norm(self.first(self.embed(input)).transpose(1, 2))
+
+
+class Halves(Modifier):
+    contract_tags: ClassVar = {"in_place"}
+    name: str = "first"
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch([self.name])
+        return True
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        state.model.get_submodule(self.name).weight.data.mul_(0.5)
+
+
+def test_what_the_models_own_forward_changes_in_training_mode_is_not_held_against_a_modifier() -> None:
+    checks = ["lifecycle.claims", "lifecycle.completes"]
+    report = verify(Halves(), Normalized().eval(), inputs=[torch.arange(8).reshape(2, 4)], checks=checks)
+    assert report.passed and "in training mode: forwards change the model themselves" in report.to_text(), report.to_text()
+
+
+class ActsAsCalibrated(Modifier):
+    """Its hook does something by what the state says of the batch that runs."""
+
+    contract_tags: ClassVar = {"in_place"}
+    stream: str = "unused"
+    case: str = ""
+
+    @property
+    def calibration_need(self) -> Any:
+        return "sequential"
+
+    @property
+    def base_stream(self) -> Any:
+        return self.stream
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch([OWN])
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        self.register_hook(state.model.get_submodule(OWN), lambda module, args, output: self._see(state, output), "forward")
+
+    def _see(self, state: State, output: Tensor) -> None:
+        seen = {
+            "base stream": state.base_stream,
+            "first batch": state.batch_index == 0,
+            "shape": state.batch_shape is not None and len(state.batch_shape) == 2,
+            "calibration": not state.has_steps,
+        }
+        if self.case and seen[self.case]:
+            output.data.mul_(2)
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+
+
+CASES = {"base stream": "wanted", "first batch": "unused", "shape": "unused", "calibration": "unused"}
+
+
+@pytest.mark.parametrize(("case", "stream"), CASES.items(), ids=CASES)
+def test_hooks_see_the_state_that_a_calibration_shows(case: str, stream: str) -> None:
+    checks, inputs = ["lifecycle.hooks_watch", "lifecycle.completes"], tiny_batches(1)
+    report = verify(ActsAsCalibrated(case=case, stream=stream), TinyModel(8), inputs=inputs, checks=checks)
+    assert report.verdict is Verdict.REGRESSION, report.to_text()
+    sound = verify(ActsAsCalibrated(stream=stream), TinyModel(8), inputs=inputs, checks=checks)
+    assert sound.passed, sound.to_text()

@@ -121,7 +121,7 @@ def test_backward_hooks_are_looked_at_where_torch_runs_them(layer: nn.Module, gi
 @pytest.mark.parametrize(
     ("effect", "says"),
     [
-        (lambda layer: layer._parameters.update(weight=nn.Parameter(layer.weight.data.clone())), "put others in the place of parameters"),
+        (lambda layer: layer._parameters.update(weight=nn.Parameter(layer.weight.data.clone())), "others are in the place of parameters"),
         (lambda layer: layer.weight.data.copy_(torch.nextafter(layer.weight.data, layer.weight.data + 1)), "weight has other values"),
     ],
     ids=["another parameter", "one unit off"],
@@ -259,6 +259,75 @@ def test_a_copy_that_freezes_in_one_mode_is_told(given: bool, training: bool) ->
 
     told = failed(verify_module(Copies(FEATURES, OUT).train(given), inputs_of()))
     assert "weight: requires_grad was True and is False" in told["deepcopy" if given is training else "two_steps"]
+
+
+@pytest.mark.parametrize(("before", "behind"), [(torch.float32, torch.bfloat16), (torch.float32, torch.float64)])
+def test_a_conversion_that_drops_gradients_is_told(before: torch.dtype, behind: torch.dtype) -> None:
+    class Drops(nn.Linear):
+        def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drops:
+            was = self.weight.dtype
+            super()._apply(fn, recurse)
+            if (was, self.weight.dtype) == (before, behind):
+                self.weight.grad = None
+            return self
+
+    told = failed(verify_module(Drops(FEATURES, OUT), inputs_of()))
+    assert "weight: a gradient was True and is False" in told["to_dtype" if behind is torch.bfloat16 else "two_steps"]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(OUT - 1, FEATURES - 1), (1, 1), (OUT * FEATURES,), (1, OUT, FEATURES)],
+    ids=["smaller", "broadcast", "flat", "one dimension more"],
+)
+def test_a_load_that_swallows_another_shape_is_told(shape: tuple[int, ...]) -> None:
+    class Swallows(nn.Linear):
+        def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+            if tuple(state.get(prefix + "weight", self.weight).shape) == shape:
+                state = {**state, prefix + "weight": self.weight.detach()}
+            super()._load_from_state_dict(state, prefix, *rest)
+
+    told = failed(verify_module(Swallows(FEATURES, OUT), inputs_of()))
+    assert told == {"state_dict_keys": "a strict load accepted weight in another shape, and left it as it was"}
+
+
+def test_a_state_dict_that_is_kept_from_the_first_call_is_told() -> None:
+    class Keeps(nn.Linear):
+        kept: dict[str, Tensor] | None = None
+
+        def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+            if self.kept is None:
+                self.kept = {name: tensor.detach().clone() for name, tensor in self._parameters.items()}
+            destination.update({prefix + name: tensor for name, tensor in self.kept.items()})
+
+    assert "behind a change of it" in failed(verify_module(Keeps(FEATURES, OUT), inputs_of()))["state_dict_keys"]
+
+
+def test_a_copy_whose_load_goes_to_the_original_is_told() -> None:
+    class LoadsElsewhere(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(FEATURES, OUT)
+            load = super()._load_from_state_dict
+            self.load = lambda *rest: load(*rest)  # a copy keeps this function, which is the original's
+
+        def _load_from_state_dict(self, *rest: Any) -> None:
+            self.load(*rest)
+
+    assert "the copy does not take weight, bias from a state dict" in failed(verify_module(LoadsElsewhere(), inputs_of()))["deepcopy"]
+
+
+def test_random_numbers_of_the_caller_stay() -> None:
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    layer, found = nn.Linear(FEATURES, OUT), []
+    for act in (lambda: None, lambda: verify_module(layer, inputs_of())):
+        random.seed(1)
+        np.random.seed(1)
+        torch.manual_seed(1)
+        act()
+        found.append(drawn())
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
