@@ -148,6 +148,7 @@ class _Standing:
     reference: float
     ranges: tuple[slice, ...]
     open: list[Change] = field(default_factory=list)
+    worse: list[tuple[slice, ...]] = field(default_factory=list)
     settled: list[Change] = field(default_factory=list)
     since: str = ""
     start: int = 0
@@ -168,6 +169,7 @@ class _Standing:
             self._stand_at(now, nights, f"since {change.night}, which was accepted", place)
         elif change.effect > 0 and (self.open or now - self.reference >= LEAST_EFFECT):
             self.open.append(change)
+            self.worse.append(nights)
         elif change.effect < 0 and left.above < left.surely:  # back where it was, or better, as far as anybody can tell
             level, where = (now, nights) if now < self.reference else (self.reference, self.ranges)
             unsure = left.above if self.open and left.above > left.chance else 0.0
@@ -176,7 +178,7 @@ class _Standing:
 
     def _stand_at(self, now: float, nights: tuple[slice, ...], since: str, start: int) -> None:
         self.reference, self.ranges, self.since, self.start = now, nights, since, start
-        self.open, self.unsure = [], 0.0
+        self.open, self.worse, self.unsure = [], [], 0.0
 
 
 def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance], today: date, told: Sequence[str] = ()) -> Judgement:
@@ -186,8 +188,6 @@ def _judge_environment(series: BridgedSeries, acceptances: Sequence[Acceptance],
     for number, bridge in enumerate(series.bridges):
         if found.verdict is Verdict.REGRESSION:
             break
-        if shifts.start >= bridge.place:
-            continue
         # Nothing showed across the bridge, which is only as sure as a night or two: held against one another, nights behind it are surer.
         behind, end = series.behind(number), bridge.place
         known_E = find_shifts(series.levels_N[:end], series.errors_N[:end], bridges=series.bridges[:number]).residuals_E
@@ -212,6 +212,8 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
         error = math.hypot(own, noise_of(shifts.residuals_E)[1] * series.error_until(end))
         across = _Left(now - standing.reference, max(LEAST_EFFECT, 2 * error), max(LEAST_EFFECT, _SURE * error))
         left = _left_on_one_machine(series, shifts.residuals_E, standing.ranges, level[0]) or across
+        if left is across and _is_as_bad(series, shifts.residuals_E, standing.worse[:-1], level[0]):
+            left = replace(across, surely=-math.inf)
         standing.take(_change(shift, nights[shift.place], word), now, level, left, shift.place)
     count, metric = len(nights), nights[-1].metric
     if standing.open:
@@ -227,7 +229,7 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     if standing.unsure:
         summary = (
             f"{told}, but {effect_of_levels(standing.unsure, nights[-1].better):.1%} of what was worse may stay, which the bridge is too "
-            "unsure to tell; run more of the earlier commits here (harness nightly run --at), or accept it"
+            "unsure to tell; run up to five of the earlier commits here (harness nightly run --at), or accept it"
         )
         return Judgement(metric, Verdict.INCONCLUSIVE, summary, count, tuple(standing.settled), math.nan, math.nan)
     held = series.levels_before(shifts.start)
@@ -263,6 +265,12 @@ def _left_on_one_machine(series: BridgedSeries, residuals_E: NDArray[np.float64]
             error, above = min(known)
             return _Left(above, max(LEAST_EFFECT, 2 * error), max(LEAST_EFFECT, 2 * error))  # more nights mend what few say by chance
     return None
+
+
+def _is_as_bad(series: BridgedSeries, residuals_E: NDArray[np.float64], worse: Sequence[tuple[slice, ...]], now: slice) -> bool:
+    """Whether nights are at a level that was told as worse, as their own machine measured it, before it became worse still."""
+    beside = (_left_on_one_machine(series, residuals_E, nights, now) for nights in worse)
+    return any(one is not None and one.above > -one.chance for one in beside)
 
 
 def _hidden(above_N: NDArray[np.float64], errors_N: NDArray[np.float64], noise: float, better: str) -> str:
