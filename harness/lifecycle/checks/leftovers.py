@@ -16,6 +16,7 @@ from torch import nn
 from compressor.errors import CheckpointError
 from compressor.lifecycle import Session
 from compressor.model.checkpoints.audit import check_unclaimed, contents
+from compressor.random_state import random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.callback_recorder import Act, PlannedError, Recorder, record
 from harness.lifecycle.driving.class_values import frozen_class_values
@@ -264,8 +265,9 @@ def claims(subject: Subject) -> str:
     subject.live(subject.check(run), run)
     claimed = run.state.claims.keys() | run.state.touched
     advice = "call state.claim(names, self.label) for modules that are this modifier's alone, or state.touch(names)"
+    written = _changed_by_forwards(subject)
     try:
-        check_unclaimed(run.model, before, claimed)
+        check_unclaimed(run.model, {name: one for name, one in before.items() if name not in written}, claimed, exempt=written)
     except CheckpointError as error:
         raise Violation("left behind", f"the result could not be saved: {error}; {advice}") from error
     others = dict(run.model.named_parameters(remove_duplicate=False))
@@ -276,7 +278,7 @@ def claims(subject: Subject) -> str:
         raise Violation("left behind", f"{text}; write into it with copy_, or claim the module with state.claim(names, self.label)")
     now = _unsaved(run.model)
     changed = [name for name in unsaved if now.get(name, unsaved[name]) != unsaved[name] and name.rpartition(".")[0] not in claimed]
-    if changed and (changed := sorted(set(changed) - _changed_by_forwards(subject))):
+    if changed := sorted(set(changed) - written):
         text = f"{changed[0]}: {len(changed)} buffers that no checkpoint holds are no longer what was loaded"
         raise Violation("left behind", f"{text}, so that a loaded result is another one; {advice}")
     return f"{len(before) + len(unsaved)} tensors, {len(claimed)} modules claimed or touched"
@@ -289,14 +291,18 @@ def _unsaved(model: nn.Module) -> dict[str, Bits]:
 
 
 def _changed_by_forwards(subject: Subject) -> set[str]:
-    """Buffers that the model's own forward writes to, such as tables that grow with the sequence; nobody's modifier is to blame."""
+    """Buffers that the model's own forward writes to, such as running statistics and tables that grow; nobody's modifier is to blame."""
     model = copy.deepcopy(subject.model)
-    before = _unsaved(model)
-    with torch.no_grad():
+    before = _buffers(model)
+    with torch.no_grad(), random_numbers_kept():
         for batch in subject.batches:
             call(model, copy.deepcopy(batch))
-    after = _unsaved(model)
+    after = _buffers(model)
     return {name for name, buffer in before.items() if after.get(name) != buffer}
+
+
+def _buffers(model: nn.Module) -> dict[str, Bits]:
+    return {name: Bits(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 @register("already_quantized", "Applying to an already quantized model raises", number=52, tags=("idempotent",))

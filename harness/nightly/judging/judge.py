@@ -211,7 +211,8 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
         own = standard_error(shifts.residuals_E, starts[1] - starts[0], end - shift.start)
         error = math.hypot(own, noise_of(shifts.residuals_E)[1] * series.error_until(end))
         across = _Left(now - standing.reference, max(LEAST_EFFECT, 2 * error), max(LEAST_EFFECT, _SURE * error))
-        left = _left_on_one_machine(series, shifts.residuals_E, standing.ranges, level[0]) or across
+        good = standing.reference + across.surely  # first nights of a machine may have been worse, which is known as surely as the bridge
+        left = _left_on_one_machine(series, shifts.residuals_E, standing.ranges, level[0], good) or across
         if left is across and _is_as_bad(series, shifts.residuals_E, standing.worse[:-1], level[0]):
             left = replace(across, surely=-math.inf)
         standing.take(_change(shift, nights[shift.place], word), now, level, left, shift.place)
@@ -250,8 +251,10 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     return Judgement(metric, Verdict.PASS, summary, count, tuple(standing.settled), noise, seen)
 
 
-def _left_on_one_machine(series: BridgedSeries, residuals_E: NDArray[np.float64], references: Sequence[slice], now: slice) -> _Left | None:
-    """What stays beside earlier nights of the same machine, on that which tells it best; None where none has both."""
+def _left_on_one_machine(
+    series: BridgedSeries, residuals_E: NDArray[np.float64], references: Sequence[slice], now: slice, good: float = math.inf
+) -> _Left | None:
+    """What stays beside earlier nights of the same machine, none worse than a level, on that which tells it best; None without any."""
     for reference in references:
         known = []
         for place in {one.environment for one in series.nights[now]}:
@@ -259,7 +262,7 @@ def _left_on_one_machine(series: BridgedSeries, residuals_E: NDArray[np.float64]
                 [level for night, level in zip(series.nights[part], series.levels_N[part], strict=True) if night.environment == place]
                 for part in (reference, now)
             )
-            if min(len(before), len(behind)) >= LEAST_AFTER:
+            if min(len(before), len(behind)) >= LEAST_AFTER and np.median(before) <= good:
                 known.append((standard_error(residuals_E, len(before), len(behind)), float(np.median(behind) - np.median(before))))
         if known:
             error, above = min(known)

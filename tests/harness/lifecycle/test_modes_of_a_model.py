@@ -154,10 +154,30 @@ class Halves(Modifier):
         state.model.get_submodule(self.name).weight.data.mul_(0.5)
 
 
-def test_what_the_models_own_forward_changes_in_training_mode_is_not_held_against_a_modifier() -> None:
-    checks = ["lifecycle.claims", "lifecycle.completes"]
-    report = verify(Halves(), Normalized().eval(), inputs=[torch.arange(8).reshape(2, 4)], checks=checks)
-    assert report.passed and "in training mode: forwards change the model themselves" in report.to_text(), report.to_text()
+CHEAP = ["completes", "claims", "finite", "nothing_left", "hooks_watch", "surroundings", "repeatable", "rolls_back"]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_the_models_own_forward_changes_is_not_held_against_a_modifier(given: bool) -> None:
+    inputs, checks = [torch.arange(8).reshape(2, 4)], [f"lifecycle.{name}" for name in CHEAP]
+    report = verify(Halves(), Normalized().train(given), inputs=inputs, checks=checks)
+    assert report.passed, report.to_text()
+
+
+class HalvesAnother(Halves):
+    training: bool = True
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        if state.model.training is self.training:
+            state.model.embed.weight.data.mul_(0.5)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_else_a_modifier_does_to_such_a_model_is(training: bool, given: bool) -> None:
+    inputs = [torch.arange(8).reshape(2, 4)]
+    report = verify(HalvesAnother(training=training), Normalized().train(given), inputs=inputs, checks=["lifecycle.claims"])
+    assert report.verdict is Verdict.REGRESSION, report.to_text()
 
 
 class ActsAsCalibrated(Modifier):
