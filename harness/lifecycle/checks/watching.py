@@ -233,6 +233,7 @@ def _running(state: State, case: _Case) -> Iterator[None]:
     if state.data is not None:
         state.batch_index, state.base_stream = case.number - 1, case.is_base
         state.batch_shape = tuple(leading_tensor(batch if isinstance(batch, dict | tuple) else (batch,)).shape[:2])
+        state.sample_parts = (0,) * state.batch_shape[0]
     mask = batch.get("attention_mask") if isinstance(batch, dict) else None
     if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point() and not bool(mask.all()):
         state.token_mask = mask != 0

@@ -208,6 +208,7 @@ class ActsAsCalibrated(Modifier):
             "first batch": state.batch_index == 0,
             "shape": state.batch_shape is not None and len(state.batch_shape) == 2,
             "calibration": not state.has_steps,
+            "rows": state.batch_shape is not None and len(state.sample_parts) == state.batch_shape[0] > 1,
         }
         if self.case and seen[self.case]:
             output.data.mul_(2)
@@ -216,7 +217,7 @@ class ActsAsCalibrated(Modifier):
         self.remove_hooks()
 
 
-CASES = {"base stream": "wanted", "first batch": "unused", "shape": "unused", "calibration": "unused"}
+CASES = {"base stream": "wanted", "first batch": "unused", "shape": "unused", "rows": "unused", "calibration": "unused"}
 
 
 @pytest.mark.parametrize(("case", "stream"), CASES.items(), ids=CASES)
