@@ -21,6 +21,7 @@ from compressor.errors import CompressorError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, Session
 from compressor.lifecycle.interface import TRAINING_CALLBACKS
 from compressor.lifecycle.modifier import overrides
+from compressor.random_state import random_numbers_kept
 from harness.lifecycle.driving.callback_actions import Actor
 from harness.lifecycle.driving.callback_recorder import Acts, Entry
 from harness.lifecycle.driving.class_values import frozen_class_values
@@ -28,6 +29,7 @@ from harness.lifecycle.driving.compare import CallResult, Violation, failures, f
 from harness.lifecycle.driving.driver import CompressorRun, Run, apply_settings, set_times
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
+from harness.lifecycle.driving.snapshot import Allowed, Snapshot
 from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.driving.torch_settings import EnteredModes
 from harness.lifecycle.machines.strategies import Setup
@@ -93,6 +95,7 @@ class Subject:
         steps_per_epoch: of its runs; None where an index is a step.
         has_batches: its life is one of batches, whatever it needs and is given.
         in_calibration: its life is a calibration, though it asks for none and has a start.
+        keeps_originals: its runs keep the modules that they replace, as those over a model in memory do, and not those over a path.
         class_values: what the modifier's classes and their modules held before the first run.
         completed: ways of runs over copies of the model that came to their end.
     """
@@ -111,9 +114,11 @@ class Subject:
     steps_per_epoch: int | None = None
     has_batches: bool = False
     in_calibration: bool = False
+    keeps_originals: bool = True
     class_values: Mapping[str, object] = field(init=False)
     completed: set[object] = field(default_factory=set)
     _modes: EnteredModes | None = None
+    _written: tuple[nn.Module, set[tuple[str, str]]] | None = None
 
     def __post_init__(self) -> None:
         """Look at what the classes hold before the first run."""
@@ -165,9 +170,9 @@ class Subject:
         """The times of the modifier as it was given."""
         return Settings(self.template.start, self.template.end, self.template.update)
 
-    def alone(self, keep_originals: bool = False) -> Setup:
+    def alone(self, keep_originals: bool | None = None) -> Setup:
         """Return how a run of the modifier alone begins, with the times that it has now."""
-        return Setup((self.settings,), self.steps_per_epoch, keep_originals)
+        return Setup((self.settings,), self.steps_per_epoch, self.keeps_originals if keep_originals is None else keep_originals)
 
     def trainings(self) -> list[Training]:
         """Return trainings to look at beside the times that it was given, where it has callbacks that a training calls.
@@ -204,23 +209,23 @@ class Subject:
         """
         template, make, steps_per_epoch = self.template, self.make, self.steps_per_epoch
         self.template, self.steps_per_epoch = self.fresh(training.settings), training.steps_per_epoch
-        self.has_batches, self.in_calibration = training.has_batches, training.in_calibration
+        self.has_batches, self.in_calibration, self.keeps_originals = training.has_batches, training.in_calibration, False
         self.make = lambda: set_times(make() if make is not None else template.model_copy(deep=True), self.settings)
         try:
             yield
         finally:
             self.template, self.make, self.steps_per_epoch = template, make, steps_per_epoch
-            self.has_batches = self.in_calibration = False
+            self.has_batches, self.in_calibration, self.keeps_originals = False, False, True
 
     @contextmanager
     def in_other_mode(self) -> Iterator[None]:
-        """Have the model in evaluation mode where it is in training mode, and the other way round, for a while."""
-        model = self.model
-        self.model = copy.deepcopy(model).train(not model.training)
+        """Have the model in evaluation mode where it is in training mode, and the other way round, and loaded by its path, for a while."""
+        model, keeps_originals = self.model, self.keeps_originals
+        self.model, self.keeps_originals = copy.deepcopy(model).train(not model.training), not keeps_originals
         try:
             yield
         finally:
-            self.model = model
+            self.model, self.keeps_originals = model, keeps_originals
 
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
         """Open a run: the modifier first, then probes, one for each further entry of the setup. Modes of earlier runs are left.
@@ -286,9 +291,22 @@ class Subject:
             raise CannotTellError(f"alone and on this model it does not run: {refusal}")
 
     @property
-    def allowed(self) -> set[str]:
-        """Kinds of differences that the tags allow."""
-        return {kind for tag, kind in (("random", "rng"), ("annotates", "attribute")) if tag in self.tags}
+    def allowed(self) -> set[Allowed]:
+        """Kinds of differences that the tags allow, and what the model's own forward writes to."""
+        return {kind for tag, kind in (("random", "rng"), ("annotates", "attribute")) if tag in self.tags} | self.written
+
+    @property
+    def written(self) -> set[tuple[str, str]]:
+        """By kind and name: attributes and tensors that the model's own forward writes to, such as counters, caches, running statistics."""
+        if self._written is None or self._written[0] is not self.model:
+            model = copy.deepcopy(self.model)
+            before = Snapshot(model)
+            with torch.no_grad(), random_numbers_kept():
+                for batch in [*self.batches, *self.batches]:  # some write in their second forward
+                    call(model, copy.deepcopy(batch))
+            changes = before.differences(Snapshot(model))
+            self._written = self.model, {(one.kind, one.where) for one in changes if one.kind in ("attribute", "tensor")}
+        return self._written[1]
 
     def forward(self, run: Run) -> None:
         """Run the model of a run over copies of all batches, as a calibration does; as the base stream first, where a modifier takes it."""

@@ -119,7 +119,12 @@ def _require_batches(model: nn.Module, inputs: object) -> None:
     for number, batch in enumerate(inputs):
         with process_kept(model.modules()), torch.no_grad():
             try:
-                call(copy.deepcopy(model), copy.deepcopy(batch))
+                taken = copy.deepcopy(model)
+            except Exception as error:  # as those of classes and tensors that say how they are copied
+                text = f"verify: the model cannot be copied ({describe(error)}), and every check takes a copy of it"
+                raise UserInputError(f"{text}; give one that copy.deepcopy takes") from error
+            try:
+                call(taken, copy.deepcopy(batch))
             except Exception as error:  # a model raises what it likes
                 raise UserInputError(
                     f"verify: the model does not run inputs[{number}] ({describe(error)}); give batches that it takes"

@@ -16,7 +16,6 @@ from torch import nn
 from compressor.errors import CheckpointError
 from compressor.lifecycle import Session
 from compressor.model.checkpoints.audit import check_unclaimed, contents
-from compressor.random_state import random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.callback_recorder import Act, PlannedError, Recorder, record
 from harness.lifecycle.driving.class_values import frozen_class_values
@@ -24,7 +23,7 @@ from harness.lifecycle.driving.compare import CallResult, Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, is_added, list_differences, outermost, replaced_modules
 from harness.lifecycle.driving.snapshot import Bits, Snapshot, num_hooks
 from harness.lifecycle.oracle import ANSWERING, BATCH_EVENTS
-from harness.lifecycle.subject import NothingToCheckError, Subject, call
+from harness.lifecycle.subject import NothingToCheckError, Subject
 from harness.lifecycle.witness import Witness
 
 RAISES = (Act(ending="raised"), Act(ending="interrupted", skip_own=True))
@@ -178,6 +177,11 @@ def _activations_are_freed(subject: Subject) -> None:
             checked.forward(partial(witness.run, partial(subject.forward, run)))
         if checked.go(moment, modules=names).kind == "failed":
             break
+    modules = dict(run.model.named_modules())
+    for kind, where in subject.written:  # what the model's own forward keeps is no modifier's
+        name, _, key = where.rpartition(".")
+        if kind == "attribute" and name in modules:
+            modules[name].__dict__.pop(key, None)
     gc.collect()
     if held := witness.held():
         what = f"{len(held)} activations are still held after the run, such as {held[0]}; drop them in on_calibration_end or on_finalize"
@@ -223,7 +227,7 @@ def _look_again(*args: object) -> None:
 
 
 def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
-    differences = start.differences(end)
+    differences = start.differences(end, subject.allowed)
     replaced = tuple(f"{name}." for name in replaced_modules(differences))
     found = []
     for one in outermost(differences):
@@ -234,7 +238,7 @@ def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
             is_new = is_added(one) and "attribute" not in subject.allowed
             counts = not is_inside and (is_new or (one.kind == "tensor" and "->" in one.text))
         else:
-            counts = one.kind in SURROUNDINGS and one.kind not in subject.allowed and not is_inside
+            counts = one.kind in SURROUNDINGS and not is_inside
         if counts:
             found.append(one)
     if found:
@@ -265,7 +269,8 @@ def claims(subject: Subject) -> str:
     subject.live(subject.check(run), run)
     claimed = run.state.claims.keys() | run.state.touched
     advice = "call state.claim(names, self.label) for modules that are this modifier's alone, or state.touch(names)"
-    written = _changed_by_forwards(subject)
+    # Running statistics, tables that grow: nobody's modifier is to blame.
+    written = {name for name, _ in subject.model.named_buffers(remove_duplicate=False) if ("tensor", name) in subject.written}
     try:
         check_unclaimed(run.model, {name: one for name, one in before.items() if name not in written}, claimed, exempt=written)
     except CheckpointError as error:
@@ -288,21 +293,6 @@ def _unsaved(model: nn.Module) -> dict[str, Bits]:
     """Buffers that are computed and not stored, such as rotary tables: whoever loads the result has them as they were."""
     stored = model.state_dict().keys()
     return {name: Bits(buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name not in stored}
-
-
-def _changed_by_forwards(subject: Subject) -> set[str]:
-    """Buffers that the model's own forward writes to, such as running statistics and tables that grow; nobody's modifier is to blame."""
-    model = copy.deepcopy(subject.model)
-    before = _buffers(model)
-    with torch.no_grad(), random_numbers_kept():
-        for batch in subject.batches:
-            call(model, copy.deepcopy(batch))
-    after = _buffers(model)
-    return {name for name, buffer in before.items() if after.get(name) != buffer}
-
-
-def _buffers(model: nn.Module) -> dict[str, Bits]:
-    return {name: Bits(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
 
 
 @register("already_quantized", "Applying to an already quantized model raises", number=52, tags=("idempotent",))

@@ -195,22 +195,21 @@ def nested_contexts(subject: Subject) -> str:
     """
     run = subject.open()
     checked = subject.check(run)
-    num_points = 0
+    num_points, num_others = 0, num_hooks(run.model)
     for moment, names in subject.life():
         if checked.go(moment, modules=names).kind == "failed":
             break
-        if num_hooks(run.model):
-            num_points += _nest(subject, run, checked)
+        if num_hooks(run.model) > num_others:
+            num_points += _nest(subject, run, checked, num_others)
     checked.close()
     if not num_points:
         raise NothingToCheckError("it never has a hook on the model")
     return f"hooks at {num_points} points of the run"
 
 
-def _nest(subject: Subject, run: CompressorRun, checked: CheckedRun) -> int:
+def _nest(subject: Subject, run: CompressorRun, checked: CheckedRun, num_others: int) -> int:
     owned = sum(len(modifier.hooked_modules()) for modifier in run.modifiers)
-    if num_hooks(run.model) > owned:
-        strangers = num_hooks(run.model) - owned
+    if (strangers := num_hooks(run.model) - owned - num_others) > 0:
         raise Violation(
             "hooks",
             f"{strangers} hooks after {checked.oracle.last} were not made with register_hook, so they cannot be put to sleep",

@@ -137,7 +137,8 @@ class _Watch:
         return len(cases)
 
     def _hold(self, where: str, due: _Forward, came: _Forward) -> None:
-        changes = [one for one in came.changes if one not in due.changes and one.kind not in (*_ITS_OWN, *self._subject.allowed)]
+        allowed = {*_ITS_OWN, *self._subject.allowed}
+        changes = [one for one in came.changes if one not in due.changes and allowed.isdisjoint((one.kind, (one.kind, one.where)))]
         if changes:
             text = f"{where}: with its hooks a forward changed {list_differences(changes)}"
             raise Violation("hooks", text, causes(changes))

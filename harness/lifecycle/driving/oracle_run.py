@@ -14,7 +14,7 @@ from harness.lifecycle.driving.compare import CLAUSES, CallResult, Clause, Viola
 from harness.lifecycle.driving.driver import ActingRun, Run
 from harness.lifecycle.driving.probes import CHAIN_PARTS
 from harness.lifecycle.driving.shared_code import SharedCode
-from harness.lifecycle.driving.snapshot import Difference, Snapshot, num_hooks
+from harness.lifecycle.driving.snapshot import Allowed, Difference, Snapshot, num_hooks
 from harness.lifecycle.driving.time_limit import TimeLimitError
 from harness.lifecycle.oracle import ModifierModel, Script, SessionModel, refuse
 
@@ -53,13 +53,13 @@ def outermost(differences: Sequence[Difference]) -> list[Difference]:
     return [one for one in differences if not is_brought(one) and not (one.kind == "training" and one.where in names)]
 
 
-def leftovers(start: Snapshot, end: Snapshot, allowed: Collection[str] = ()) -> list[Difference]:
+def leftovers(start: Snapshot, end: Snapshot, allowed: Collection[Allowed] = ()) -> list[Difference]:
     """Return what a run left behind on modules that it did not replace.
 
     Args:
         start: before the run.
         end: after it.
-        allowed: kinds of differences that are no violation.
+        allowed: kinds of differences that are no violation, and single ones by kind and name.
 
     Returns:
         The differences; weights and replaced modules are none.
@@ -140,7 +140,7 @@ class CheckedRun:
         oracle: of the same modifiers, fresh.
         obedient: the modifiers do nothing but what the acts say, so that modules and hooks are compared exactly.
         refusals: exceptions with which a modifier's own code may turn down what it is asked.
-        allowed: kinds of differences that are no violation, on top of what the contract allows.
+        allowed: kinds of differences, and single ones by kind and name, that are no violation on top of what the contract allows.
         clauses: the clauses that count; after a breach of another one the example ends.
 
     Attributes:
@@ -155,7 +155,7 @@ class CheckedRun:
         *,
         obedient: bool = True,
         refusals: tuple[type[BaseException], ...] = (CompressorError,),
-        allowed: Collection[str] = (),
+        allowed: Collection[Allowed] = (),
         clauses: Collection[Clause] = CLAUSES,
     ) -> None:
         self.run = run

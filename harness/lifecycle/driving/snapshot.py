@@ -220,6 +220,10 @@ class Held(Bits):
     __hash__ = None
 
 
+Allowed = str | tuple[str, str]
+"""What may differ: everything of a kind, or one thing by its kind and name."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """One thing that is not as it was.
@@ -278,12 +282,12 @@ class Snapshot:
         return taken
 
     @modes_aside()
-    def differences(self, later: Snapshot, allowed: Collection[str] = ()) -> list[Difference]:
+    def differences(self, later: Snapshot, allowed: Collection[Allowed] = ()) -> list[Difference]:
         """Compare with a later snapshot.
 
         Args:
             later: of the same model.
-            allowed: kinds that may differ.
+            allowed: what may differ: kinds, and single things by kind and name.
 
         Returns:
             The differences, in a fixed order.
@@ -292,7 +296,7 @@ class Snapshot:
         mine, its = self.items, later.items
         pairs = [(key, before, its.get(key, _MISSING)) for key, before in mine.items()]
         for key, before, after in pairs + [(key, _MISSING, after) for key, after in its.items() if key not in mine]:
-            if before is after or key[0] in allowed or before == after:  # as nearly all are, of tens of thousands
+            if before is after or key[0] in allowed or key in allowed or before == after:  # as nearly all are, of tens of thousands
                 continue
             # A module of another class came or went, no class has changed.
             is_news = (before is _MISSING and isinstance(after, Namespace)) or (after is _MISSING and isinstance(before, Namespace))
