@@ -20,7 +20,7 @@ from harness.nightly.judging.bridging import LIVE_NIGHTS, BridgedSeries, bridged
 from harness.nightly.judging.judgement import Change, Judgement, day_of_looking, find_acceptance
 from harness.nightly.judging.paired import judge_paired
 from harness.nightly.judging.power import detectable_step, noise_now, standard_error
-from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, Shifts, find_shifts
+from harness.nightly.judging.shifts import LEAST_AFTER, LEAST_EFFECT, LEAST_NOISE, Shift, Shifts, find_shifts, shift_in_all
 from harness.nightly.judging.spread import chance_of, noise_of
 from harness.nightly.measurement import Acceptance, Measurement
 from harness.reporting.verdict import Verdict
@@ -216,6 +216,9 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
         if left is across and _is_as_bad(series, shifts.residuals_E, standing.worse[:-1], level[0]):
             left = replace(across, surely=-math.inf)
         standing.take(_change(shift, nights[shift.place], word), now, level, left, shift.place)
+    if not standing.open and (added := _added_up(series, shifts, standing.ranges[0])) is not None and added.effect > 0:
+        word = find(nights[added.place].night, nights[max(0, added.place - 1)].night)
+        (standing.settled if word is not None else standing.open).append(_change(added, nights[added.place], word))
     count, metric = len(nights), nights[-1].metric
     if standing.open:
         changes = (*standing.settled, *standing.open)
@@ -249,6 +252,14 @@ def _judge_shifts(series: BridgedSeries, shifts: Shifts, find: Callable[[str, st
     noisier = f", {now:.1%} in the last {late}" if late else ""
     summary = f"no {further}change in {told}; noise {usual:.2%} a night{noisier}; ten more would show a step of {seen:.1%}"
     return Judgement(metric, Verdict.PASS, summary, count, tuple(standing.settled), noise, seen)
+
+
+def _added_up(series: BridgedSeries, shifts: Shifts, reference: slice) -> Shift | None:
+    """What the nights of the last level show beside those that count, though nothing showed as they came."""
+    kept = np.r_[reference, max(reference.stop, shifts.start) : len(series.nights)]
+    inside = [replace(one, place=int((kept < one.place).sum())) for one in series.bridges if kept[0] < one.place <= kept[-1]]
+    found = shift_in_all(series.levels_N[kept], series.errors_N[kept], shifts.residuals_E, inside)
+    return None if found is None else replace(found, place=int(kept[found.place]), start=int(kept[found.start]))
 
 
 def _left_on_one_machine(

@@ -14,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.nightly.judging.spread import mean_of
+
 _STRUCTURE = 4.0  # by how much nights differ from all others more than from their neighbours; noise with a correlation of 0.6 gives 2.5
 _GAIN = 3.0  # by how much each change must lower the squares
 _MOST_CHANGES = 8
-_LEAST_LEVEL, LEAST_LINE = 2, 5
+LEAST_LEVEL, LEAST_LINE = 2, 5
 """Nights."""
 _FLOOR = 1e-12  # squares of a night that are none
 
@@ -55,7 +57,7 @@ def segments(levels_N: NDArray[np.float64]) -> list[Segment]:
     flat_NN, line_NN = _squares(levels_N)
     count, none = len(levels_N), (math.inf, 0, False)
     best = [[none] * (count + 1) for _ in range(_MOST_CHANGES + 1)]  # by changes and end: squares, start of the last part, is it a line
-    for end in range(_LEAST_LEVEL, count + 1):
+    for end in range(LEAST_LEVEL, count + 1):
         best[0][end], best[1][end] = (float(flat_NN[0, end]), 0, False), (float(line_NN[0, end]), 0, True)
         for changes in range(1, _MOST_CHANGES + 1):
             for fits_NN, own in ((flat_NN, 1), (line_NN, 2)):
@@ -75,6 +77,36 @@ def segments(levels_N: NDArray[np.float64]) -> list[Segment]:
     return found
 
 
+def split_by_sums(levels_N: NDArray[np.float64]) -> int:
+    """Find where two levels fit best, as `splits` does but for ties.
+
+    Args:
+        levels_N: in order; odd ones clipped, or they pull it to where they lie.
+
+    Returns:
+        The place of the first night of the second.
+    """
+    before_M = np.arange(LEAST_LEVEL, len(levels_N) - LEAST_LEVEL + 1)
+    sums_M = np.cumsum(levels_N - mean_of(levels_N))[before_M - 1]
+    return int(before_M[np.argmax(sums_M * sums_M / (before_M * (len(levels_N) - before_M)))])
+
+
+def splits(levels_N: NDArray[np.float64], many: int, least: int = LEAST_LEVEL) -> list[int]:
+    """Find where so many steps between levels fit best, by least squares.
+
+    Args:
+        levels_N: in order; odd ones clipped, or they pull them to where they lie.
+        many: steps.
+        least: nights of each level.
+
+    Returns:
+        The place of the first night behind each.
+    """
+    import ruptures  # a second of imports, which most series never need
+
+    return ruptures.KernelCPD(kernel="linear", min_size=least).fit(levels_N[:, None]).predict(n_bkps=many)[:-1]
+
+
 def _squares(levels_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """What is left of nights start to end around their level, and around a line, [N + 1, N + 1]; infinite where they are too few."""
     count = len(levels_N)
@@ -86,4 +118,4 @@ def _squares(levels_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
     held = np.maximum(length, 1.0)
     flat = np.maximum(square - total**2 / held, 0.0)
     line = np.maximum(flat - (moment - middle * total) ** 2 / np.maximum((held**3 - held) / 12, 1.0), 0.0)
-    return np.where(length >= _LEAST_LEVEL, flat, math.inf), np.where(length >= LEAST_LINE, line, math.inf)
+    return np.where(length >= LEAST_LEVEL, flat, math.inf), np.where(length >= LEAST_LINE, line, math.inf)

@@ -18,13 +18,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import HarnessError
-from harness.nightly.judging.segments import LEAST_LINE, Segment, has_structure, segments
+from harness.nightly.judging.segments import LEAST_LINE, Segment, has_structure, segments, split_by_sums, splits
 from harness.nightly.judging.spread import (
     MAX_CORRELATION,
     chance_of,
@@ -209,12 +210,44 @@ def find_shifts(
     return Shifts(tuple(found), np.concatenate([residuals_E, _rest(levels_N[start:])]))
 
 
+def shift_in_all(
+    levels_N: NDArray[np.float64], errors_N: NDArray[np.float64], known_E: NDArray[np.float64], bridges: Sequence[Bridge]
+) -> Shift | None:
+    """Find what nights show beside those that they are held against, where nothing showed as they came: small steps add up.
+
+    Args:
+        levels_N: those that are held against, and behind them those of the last level.
+        errors_N: standard error of each by its own repetitions.
+        known_E: residuals of other nights that know the noise, too.
+        bridges: among them.
+
+    Returns:
+        The shift, if one shows.
+    """
+    nights = _Nights(levels_N, errors_N, known_E, math.hypot(*(one.error for one in bridges)), None, tuple(one.place for one in bridges))
+    return _look(nights) or _stairs(nights)
+
+
+def _stairs(nights: _Nights) -> Shift | None:
+    """The last of three levels beside the first, where they fit better than a line. Each pair of places is a test of its own."""
+    count = len(nights.levels_N)
+    if count < 3 * _KNOWN_AFTER:
+        return None
+    places = splits(_clipped(nights.levels_N, _WIDTHS[1]), 2, _KNOWN_AFTER)
+    levels = np.split(nights.levels_N, places)
+    first, middle, last = map(median, levels)
+    is_between = abs(2 * middle - first - last) < abs(last - first) / 2  # else one step is most of it: it was asked alone, and is none
+    if not is_between or _squares(levels) > float(np.square(_line(nights.levels_N, 0)[1]).sum()):
+        return None
+    found = _to_a_level(nights, [Segment(start, end, is_line=False) for start, end in pairwise([0, *places, count])])
+    return found if found is not None and found.p_value * count**2 < LEVEL else None
+
+
 def _earlier(levels_N: NDArray[np.float64], found: Sequence[Shift]) -> float | None:
     if not found or found[-1].effect < 0:
         return None
     start, last = found[-2].start if len(found) > 1 else 0, found[-1]
-    end = last.start if last.level_end is None else last.level_end
-    return median(levels_N[start : end if last.bend is None else last.bend + 1])
+    return median(levels_N[start : last.start if last.level_end is None else last.level_end])
 
 
 def _looks(nights: int, found: list[Shift], densely: bool) -> Iterator[int]:
@@ -244,9 +277,9 @@ def _step(nights: _Nights) -> tuple[Shift, float] | None:
     A few nights that are far off pull the place to where they lie, unless they count little; so does a step that is as far off itself.
     """
     for width in _WIDTHS:
-        found = _step_at(_split_by_sums(nights.levels_N, width), nights)
+        found = _step_at(split_by_sums(_clipped(nights.levels_N, width)), nights)
         if found is not None and found[0].shows:
-            return _step_at(_splits(nights.levels_N, 1, width)[0], nights)
+            return _step_at(splits(_clipped(nights.levels_N, width), 1)[0], nights)
     return None
 
 
@@ -392,7 +425,7 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     if abs(rise) < LEAST_GAIN:
         return None
     squares = float(np.square(own_N).sum())
-    if squares > _squares(np.split(nights.levels_N, [_split_by_sums(nights.levels_N, _WIDTHS[0])])):  # a step unknown yet
+    if squares > _squares(np.split(nights.levels_N, [split_by_sums(_clipped(nights.levels_N, _WIDTHS[0]))])):  # a step unknown yet
         return None
     kept_E, spread = noise_of(np.concatenate([nights.residuals_E, own_N]))
     correlation = correlation_of(kept_E)
@@ -403,7 +436,8 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     begun = min(count - 1, bend + math.ceil(LEAST_EFFECT / abs(slope)))
     known = ((own, correlation, degrees_of(len(kept_E), correlation)), (near, MAX_CORRELATION, count - 2.0))
     errors = ((noise * math.hypot(nights.across, lever * math.sqrt((1 + alike) / (1 - alike))), degrees) for noise, alike, degrees in known)
-    drifts = (Shift(begun, count, count - LEAST_AFTER, rise, error, degrees, bend) for error, degrees in errors)
+    level_end = max(LEAST_AFTER, bend + 1, (bend + begun) // 2)  # until then it is as good as nothing
+    drifts = (Shift(begun, count, count - LEAST_AFTER, rise, error, degrees, bend, level_end) for error, degrees in errors)
     return min(drifts, key=lambda one: one.p_value), squares
 
 
@@ -448,22 +482,6 @@ def _location(levels_K: NDArray[np.float64], spread: float) -> float:
     """The level of some nights, of two the one that says less: one odd night is no shift. Odd ones count no more than two spreads."""
     middle = in_order(levels_K)[(len(levels_K) - 1) // 2]
     return mean_of(within(levels_K, middle, 2 * spread))
-
-
-def _split_by_sums(levels_N: NDArray[np.float64], width: float) -> int:
-    """Where two levels fit best, as `_splits` finds it but for ties."""
-    signal_N = _clipped(levels_N, width)
-    before_M = np.arange(LEAST_AFTER, len(signal_N) - LEAST_AFTER + 1)
-    sums_M = np.cumsum(signal_N - mean_of(signal_N))[before_M - 1]
-    return int(before_M[np.argmax(sums_M * sums_M / (before_M * (len(signal_N) - before_M)))])
-
-
-def _splits(levels_N: NDArray[np.float64], many: int, width: float) -> list[int]:
-    """Where so many steps between levels of so many nights fit best, by least squares."""
-    import ruptures  # a second of imports, which most series never need
-
-    signal_N1 = _clipped(levels_N, width)[:, None]
-    return ruptures.KernelCPD(kernel="linear", min_size=LEAST_AFTER).fit(signal_N1).predict(n_bkps=many)[:-1]
 
 
 def _clipped(levels_N: NDArray[np.float64], width: float) -> NDArray[np.float64]:

@@ -1,0 +1,83 @@
+"""What no step shows alone is told where the nights now lie worse than those that count: stairs, drifts, and what stays of them."""
+
+from __future__ import annotations
+
+from datetime import date, timedelta
+
+import numpy as np
+import pytest
+
+from harness.nightly.judging.judge import judge
+from harness.nightly.judging.judgement import Judgement
+from harness.nightly.measurement import Acceptance, Measurement
+from harness.reporting.verdict import Verdict
+
+
+def label(night: int) -> str:
+    return (date(2026, 1, 1) + timedelta(night)).isoformat()
+
+
+def judged(levels: list[float], seed: int, noise: float = 0.002, accepted: str = "") -> Judgement:
+    """Nights of three repetitions at levels, with a noise from night to night."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        Measurement(label(night), "here", f"c{night}", "m", "lower", tuple(np.exp(at + rng.normal(0, noise) + rng.normal(0, noise / 2, 3))))
+        for night, at in enumerate(levels)
+    ]
+    accepted_M = [Acceptance("m", accepted, "", "meant")] if accepted else []
+    return judge(rows, accepted_M, date.fromisoformat(rows[-1].night))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("middle", [40, 80, 150])
+def test_stairs_that_add_up_are_told(middle: int, seed: int) -> None:
+    """A middle stair that is longer than the first level hides both steps."""
+    levels = [0.0] * 60 + [0.006] * middle + [0.012] * 46
+    found = judged(levels, seed)
+    assert found.verdict is Verdict.REGRESSION and found.changes[-1].night >= label(60), found.summary
+    assert judged(levels[: 60 + middle], seed).verdict is Verdict.PASS
+
+
+def test_stairs_that_were_accepted_are_settled() -> None:
+    levels = [0.0] * 60 + [0.006] * 150 + [0.012] * 46
+    told = judged(levels, 1)
+    found = judged(levels, 1, accepted=told.changes[-1].night)
+    assert found.verdict is Verdict.PASS and found.changes[-1].acceptance is not None, found.summary
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_season_is_no_stairs(seed: int) -> None:
+    """A line of 1.2 % is none that counts, and levels fit it worse."""
+    assert judged(np.linspace(0, 0.012, 150).tolist(), seed, 0.001).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("quiet", [0, 10, 30])
+def test_what_stays_of_a_drift_is_held_against_where_it_began(quiet: int, seed: int) -> None:
+    """Not against the nights until it showed, half of whose rise lies in them."""
+    rise = [0.0] * quiet + np.linspace(0, 0.04, 40).tolist()
+    assert judged([*rise, *[0.02] * 40], seed).verdict is Verdict.REGRESSION
+    assert judged([*rise, *[0.0] * 40], seed).verdict is Verdict.PASS
+
+
+def test_a_drift_that_showed_as_it_ended_is_told() -> None:
+    verdicts = [judged([*np.linspace(0, 0.0155, 100), *[0.0155] * 40], seed).verdict for seed in range(4)]
+    assert verdicts == [Verdict.REGRESSION] * 4
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stairs_add_up_across_a_bridge(seed: int) -> None:
+    """The first step came on A, the second on B, which five of A's commits bridge."""
+    rng, rows = np.random.default_rng(seed), list[Measurement]()
+
+    def add(night: int, machine: str, commit: int, level: float) -> None:
+        values = np.exp(level + 0.3 * (machine == "B") + rng.normal(0, 0.001) + rng.normal(0, 0.0005, 3))
+        rows.append(Measurement(label(night), machine, f"c{commit}", "m", "lower", tuple(values)))
+
+    for night in range(141):
+        if night == 95:
+            for commit in range(90, 95):
+                add(night, "B", commit, 0.006)
+        add(night, "A" if night < 95 else "B", night, 0.0 if night < 60 else 0.006 if night < 95 else 0.012)
+    found = judge(rows, (), date.fromisoformat(rows[-1].night))
+    assert found.verdict is Verdict.REGRESSION, found.summary
