@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from compressor.data import Batch, CalibrationData, batch_to
-from compressor.lifecycle import EventType, Session
+from compressor.lifecycle import EventType, Modifier, Session
 from compressor.lifecycle.padding import check_padding, note_unread_masks
 from compressor.pipelines.forward_checks import (
     calibration_mode,
@@ -83,8 +83,8 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
             note_unread_masks(state, data)
             check_padding(state, data, watched)
         note_kept(state, kept)
-        # Nobody would look: modifiers of need `own` run forwards themselves.
-        if all(modifier.calibration_need in ("none", "own") for modifier in session.modifiers):
+        # Nobody would look: modifiers of need `own` run forwards themselves, and may have hooks for those.
+        if not any(_looks(modifier) for modifier in session.modifiers):
             return called, stirred.rewritten
         stirred.add(all_that_may_change(state.model, watched))  # later batches may change what the first one leaves alone
         with Traces(state.model, stirred) as traces:
@@ -97,6 +97,11 @@ def _forward_all(session: Session, data: CalibrationData, progress: Progress) ->
                 traces.undo()
                 task.advance()
     return called, stirred.rewritten
+
+
+def _looks(modifier: Modifier) -> bool:
+    need = modifier.calibration_need
+    return need not in ("none", "own") or (need == "none" and bool(modifier.hooked_modules()))
 
 
 def _forward(session: Session, batch: Batch) -> None:

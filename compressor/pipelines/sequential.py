@@ -322,8 +322,8 @@ def _run_stage(
             stage.propagate(only_first=is_last)
         # Compressed is what was loaded, not what the model's own forward has made of it on the way.
         run.give_back(_changed_by_modifiers(session.state, names))
-    # The last sample to run may have been a twin.
-    session.state.base_stream = False
+    session.state.leave_batch()
+    session.state.base_stream = False  # the last sample to run may have been a twin
     return_freed_pages()
     with memory_explained(model, stage.name, "compressed", names):
         if is_finished:

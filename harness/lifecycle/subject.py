@@ -41,6 +41,7 @@ MOST_BATCHES = 12
 _LAST_END = MOST_BATCHES - 2
 """The last index at which a life comes to `on_end`."""
 
+_OF_A_MODEL = ("module", "tensor", "attribute", "training", "requires_grad", "grad")
 _CALIBRATION_CALLBACKS = ("on_calibration_start", "on_sequential_epoch_end", "on_calibration_end")
 Batch = Tensor | tuple[Any, ...] | dict[str, Any]
 
@@ -297,7 +298,7 @@ class Subject:
 
     @property
     def written(self) -> set[tuple[str, str]]:
-        """By kind and name: attributes and tensors that the model's own forward writes to, such as counters, caches, running statistics."""
+        """By kind and name: what the model's own forward changes of it, such as counters, caches, running statistics."""
         if self._written is None or self._written[0] is not self.model:
             model = copy.deepcopy(self.model)
             before = Snapshot(model)
@@ -305,7 +306,7 @@ class Subject:
                 for batch in [*self.batches, *self.batches]:  # some write in their second forward
                     call(model, copy.deepcopy(batch))
             changes = before.differences(Snapshot(model))
-            self._written = self.model, {(one.kind, one.where) for one in changes if one.kind in ("attribute", "tensor")}
+            self._written = self.model, {(one.kind, one.where) for one in changes if one.kind in _OF_A_MODEL}
         return self._written[1]
 
     def forward(self, run: Run) -> None:
@@ -341,6 +342,23 @@ class Subject:
         calibration = [("CALIBRATION_START", ()), *stages, ("CALIBRATION_END", ())]
         return [("INITIALIZE", ()), *calibration, ("FINALIZE", ())]
 
+    def go(self, checked: CheckedRun, run: CompressorRun, moment: str, names: tuple[str, ...], acts: Acts | None = None) -> CallResult:
+        """Go through a moment of the life, before a stage of a calibration with the forwards that it has.
+
+        Args:
+            checked: the run with its oracle.
+            run: the run.
+            moment: as `life` gives it.
+            names: of modules that go with it.
+            acts: what callbacks are made to do, whenever they come.
+
+        Returns:
+            The outcome.
+        """
+        if moment == "SEQUENTIAL_EPOCH_END":
+            checked.forward(lambda: self.forward(run))
+        return checked.go(moment, acts, names)
+
     def live(self, checked: CheckedRun, run: CompressorRun, until: int | None = None, acts: Acts | None = None) -> CallResult | None:
         """Go through the life, with forwards where a calibration has them, until a failure or a number of moments.
 
@@ -355,9 +373,7 @@ class Subject:
         """
         outcome = None
         for moment, names in self.life()[:until]:
-            if moment == "SEQUENTIAL_EPOCH_END":
-                checked.forward(lambda: self.forward(run))
-            outcome = checked.go(moment, acts, names)
+            outcome = self.go(checked, run, moment, names, acts)
             if outcome.kind == "failed":
                 return outcome
         if until is None and acts is None and run.way is not None and run.way[-1]:
@@ -458,4 +474,4 @@ def _parts(model: nn.Module) -> list[tuple[str, ...]]:
     heads = heads or [name for name, _ in model.named_children()]
     stages = [tuple(name for name in names if name == head or name.startswith(f"{head}.")) for head in heads]
     rest = tuple(name for name in names if not any(name in stage for stage in stages))
-    return [*stages, rest] if rest else stages
+    return [*stages, ("", *rest)]  # as in `oneshot`: the model itself is in no other

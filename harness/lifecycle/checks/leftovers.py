@@ -44,9 +44,7 @@ def points(subject: Subject) -> list[tuple[int, str]]:
     checked = subject.check(run)
     found = []
     for number, (moment, names) in enumerate(subject.life()):
-        if moment == "SEQUENTIAL_EPOCH_END":
-            checked.forward(partial(subject.forward, run))
-        failed = checked.go(moment, modules=names).kind == "failed"
+        failed = subject.go(checked, run, moment, names).kind == "failed"
         found += [(number, entry.seen.callback) for entry in run.recorder.entries]
         if failed:
             break
@@ -65,7 +63,7 @@ def _faults(subject: Subject, keep_originals: bool = False) -> Iterator[tuple[Ch
             subject.live(checked, run, until=number)
             checked.compares_all = True
             checked.look_again()
-            outcome = checked.go(moment, {(0, callback): act}, names)
+            outcome = subject.go(checked, run, moment, names, {(0, callback): act})
             yield checked, f"a failure in {callback} of {moment}", outcome
 
 
@@ -270,7 +268,7 @@ def claims(subject: Subject) -> str:
     claimed = run.state.claims.keys() | run.state.touched
     advice = "call state.claim(names, self.label) for modules that are this modifier's alone, or state.touch(names)"
     # Running statistics, tables that grow: nobody's modifier is to blame.
-    written = {name for name, _ in subject.model.named_buffers(remove_duplicate=False) if ("tensor", name) in subject.written}
+    written = {name for kind, name in subject.written if kind == "tensor" and name not in held}
     try:
         check_unclaimed(run.model, {name: one for name, one in before.items() if name not in written}, claimed, exempt=written)
     except CheckpointError as error:

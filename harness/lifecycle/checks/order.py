@@ -61,7 +61,21 @@ def completes(subject: Subject) -> str:
         what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
         raise Violation("refused", f"a run without any fault stopped: {what}", failures_in(run.recorder.entries))
     _hold_stages(subject)
+    _hold_need(subject)
     return f"{len(subject.life())} moments, {run.model.__class__.__name__}"
+
+
+def _hold_need(subject: Subject) -> None:
+    """Who asks for no data has no hooks as the calibration begins: they would see nothing, which `oneshot` refuses."""
+    if subject.trains or subject.in_calibration or subject.template.calibration_need != "none":
+        return
+    run = subject.open()
+    checked = subject.check(run)
+    for moment in ("INITIALIZE", "CALIBRATION_START"):
+        checked.go(moment)
+    if run.modifiers[0].hooked_modules():
+        text = "it has hooks in a calibration and asks for no data, so that oneshot refuses it"
+        raise Violation("refused", f"{text}; set calibration = 'basic' in its class, or 'sequential'")
 
 
 def _hold_stages(subject: Subject) -> None:
@@ -80,8 +94,8 @@ def _hold_stages(subject: Subject) -> None:
             return
         after = _tensors_of(run.model, past, names)
         if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
-            what = f"{changed[0]} was changed as {names[0]} was compressed, which is not in it: others have learnt from what it was"
-            raise Violation("state", f"{what}; change only what event.modules names", changed)
+            what = f"{changed[0]} was changed as {names[0] or 'the model'} was compressed, which is not in it"
+            raise Violation("state", f"{what}: others have learnt from what it was; change only what event.modules names", changed)
 
 
 def _order_of_calls(subject: Subject) -> list[str]:
@@ -124,9 +138,7 @@ def illegal_calls(subject: Subject) -> str:
     checked = subject.check(run)
     num_tried = _try_illegal(checked)
     for moment, names in subject.life():
-        if moment == "SEQUENTIAL_EPOCH_END":
-            checked.forward(lambda: subject.forward(run))
-        if checked.go(moment, modules=names).kind == "failed":
+        if subject.go(checked, run, moment, names).kind == "failed":
             break
         num_tried += _try_illegal(checked)
     return f"{num_tried} illegal calls"
@@ -197,7 +209,7 @@ def nested_contexts(subject: Subject) -> str:
     checked = subject.check(run)
     num_points, num_others = 0, num_hooks(run.model)
     for moment, names in subject.life():
-        if checked.go(moment, modules=names).kind == "failed":
+        if subject.go(checked, run, moment, names).kind == "failed":
             break
         if num_hooks(run.model) > num_others:
             num_points += _nest(subject, run, checked, num_others)

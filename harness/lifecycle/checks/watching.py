@@ -203,9 +203,7 @@ def hooks_watch(subject: Subject) -> str:
     checked = subject.check(run)
     num_forwards, num_callers = 0, num_hooks(run.model)
     for moment, names in subject.life():
-        if moment == "SEQUENTIAL_EPOCH_END":
-            checked.forward(lambda: subject.forward(run))
-        if checked.go(moment, modules=names).kind == "failed":
+        if subject.go(checked, run, moment, names).kind == "failed":
             break
         # Most of its forwards were compared in a calibration: in batches those are where it has hung up a hook.
         if not subject.trains_beside_calibration or num_hooks(run.model) > num_callers:

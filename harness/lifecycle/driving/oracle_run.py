@@ -146,6 +146,8 @@ class CheckedRun:
     Attributes:
         compares_all: False leaves the model and its surroundings uncompared, for a way that has been gone before.
         on_failure: is told of a call that failed though nothing was planned; it may raise.
+        flow: runs the batches, where moments come at random and a calibration is whole all the same; None where whoever drives sees to it.
+        stages: names of modules of each, of such a calibration.
     """
 
     def __init__(
@@ -166,6 +168,9 @@ class CheckedRun:
         self.clauses = clauses
         self.compares_all = True
         self.on_failure: Callable[[CallResult, Sequence[Entry]], None] | None = None
+        self.flow: Callable[[], object] | None = None
+        self.stages: Sequence[tuple[str, ...]] = ()
+        self._past: list[tuple[str, ...]] = []
         self.start = self.now = self._snapshot()
         self._process, self._code = Snapshot.of_process(), SharedCode(run.model.modules(), library=True)
         self._num_hooks_of_others = num_hooks(run.model)
@@ -182,6 +187,8 @@ class CheckedRun:
 
     def send(self, event: str, acts: Acts | None = None, has_loss: bool | None = None, modules: tuple[str, ...] = ()) -> CallResult:
         """Send an event to both sides; with a loss where one belongs to it, unless said otherwise."""
+        if self.flow is not None and self.oracle.allows(event):
+            self._lead_to(event, self.flow, modules)
         loss = event == "LOSS_CALCULATED" if has_loss is None else has_loss
         payload = ", with a loss" * loss + f", modules={modules}" * bool(modules)
         script = self.oracle.send(event, loss, modules)
@@ -189,7 +196,27 @@ class CheckedRun:
 
     def finalize(self, acts: Acts | None = None) -> CallResult:
         """Finalize both sides."""
+        if self.flow is not None and self.oracle.allows("FINALIZE"):
+            self._lead_to("FINALIZE", self.flow)
         return self.perform("finalize()", self.run.finalize, self.oracle.finalize(), acts, "FINALIZE")
+
+    def _lead_to(self, moment: str, flow: Callable[[], object], modules: tuple[str, ...] = ()) -> None:
+        """Have batches run before a stage, every stage before the end of the calibration, and the calibration before the end of the run."""
+        if moment == "CALIBRATION_START":
+            self._past = []
+        elif moment == "SEQUENTIAL_EPOCH_END":
+            while self._asleep:  # hooks that sleep see nothing of the batches
+                self.exit_disabled(0)
+            self.forward(flow)
+            self._past.append(modules)
+        elif moment == "CALIBRATION_END":
+            for stage in self.stages:
+                if stage not in self._past and not self.is_over:
+                    self.send("SEQUENTIAL_EPOCH_END", modules=stage)
+        elif moment == "FINALIZE" and not self.oracle.calibrated:
+            for event in ("CALIBRATION_START", "CALIBRATION_END"):
+                if self.oracle.allows(event):
+                    self.send(event)
 
     def go(self, moment: str, acts: Acts | None = None, modules: tuple[str, ...] = ()) -> CallResult:
         """Go through a moment, whatever it is."""

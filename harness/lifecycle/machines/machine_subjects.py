@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -53,8 +55,11 @@ def guest_stage(subject: Subject) -> Stage:
     """
 
     def open_run(setup: Setup) -> CheckedRun:
-        checked = subject.check(subject.open(setup))
+        run = subject.open(setup)
+        checked = subject.check(run)
         checked.on_failure = None  # a modifier may refuse much of what is drawn
+        if subject.template.calibration_need != "none":
+            checked.flow, checked.stages = partial(subject.forward, run), subject.parts
         return checked
 
     return Stage(open_run, subject.forward, strategies.GUEST_STEPS, subject.parts, subject.stopwatch)

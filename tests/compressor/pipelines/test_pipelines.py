@@ -236,8 +236,38 @@ def test_basic_runs_whole_forwards_and_ends_with_one_event_for_all_modules() -> 
 
 
 def test_data_free_sends_start_and_end_only() -> None:
-    recorder = run(llama(), None, "data_free", Recorder())
+    recorder = run(llama(), None, "data_free", Recorder(ignore=("",)))
     assert recorder._events == [("CALIBRATION_START", ()), ("CALIBRATION_END", ())] and not recorder._seen
+
+
+class AsksForNothing(Recorder):
+    calibration: ClassVar[CalibrationNeed] = "none"
+
+
+def test_hooks_without_data_are_refused() -> None:
+    with pytest.raises(
+        CalibrationError, match=r"^AsksForNothing.*: it has hooks on the model and asks for no data, .*; set calibration = 'basic'"
+    ):
+        run(llama(), None, "data_free", AsksForNothing())
+
+
+def test_hooks_see_data_where_the_basic_pipeline_is_chosen() -> None:
+    """Whoever asks for none and has hooks all the same."""
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2))
+    recorder = run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data, "basic", AsksForNothing())
+    assert {name: len(seen) for name, seen in recorder._seen.items()} == {"0": 3, "1": 3}
+
+
+class SaysWhichBatch(Recorder):
+    def on_event(self, state: State, event: Event) -> None:
+        self._events.append((event.type.name, (str((state.batch_index, state.batch_shape, state.token_mask)),)))
+
+
+@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
+def test_no_batch_runs_while_a_stage_is_compressed(pipeline: str) -> None:
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2))
+    recorder = run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data, pipeline, SaysWhichBatch())
+    assert len(recorder._events) > 2 and {said for _, said in recorder._events} == {("(None, None, None)",)}
 
 
 def test_a_plain_module_of_linears_is_calibrated_as_one_stage() -> None:

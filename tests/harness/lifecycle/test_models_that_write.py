@@ -38,6 +38,16 @@ class Normed(TinyModel):
         nn.utils.spectral_norm(self.get_submodule("layers.0.down_proj"))
 
 
+class MakesATable(TinyModel):
+    """With a buffer that its first forward makes."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(2))
+        output: Tensor = super().forward(tokens)
+        return output
+
+
 class Halves(Modifier):
     """Halves a weight that it has touched."""
 
@@ -70,7 +80,7 @@ class HalvesAnotherOfAPath(Halves):
             state.model.get_submodule(OTHER).weight.data.mul_(0.5)
 
 
-@pytest.mark.parametrize("model", [Counts, KeepsItsOutput, Normed])
+@pytest.mark.parametrize("model", [Counts, KeepsItsOutput, MakesATable, Normed])
 def test_what_a_models_own_forward_writes_is_no_modifiers(model: type[TinyModel]) -> None:
     checks = [f"lifecycle.{name}" for name in ("completes", "nothing_left", "hooks_watch", "surroundings", "claims", "rolls_back")]
     report = verify(Halves, model(8), inputs=tiny_batches(1), checks=checks)

@@ -1,0 +1,111 @@
+"""The stages that verify shows are those of a real run: the model itself in the last, data through each, hooks that see some."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import PrivateAttr
+from torch import Tensor, nn
+
+from compressor.lifecycle import Event, Modifier, State
+from compressor.lifecycle.interface import CalibrationNeed
+from harness import verify
+from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.reporting.verdict import Verdict
+
+
+def linears(state: State) -> dict[str, nn.Linear]:
+    return {name: module for name, module in state.model.named_modules() if isinstance(module, nn.Linear)}
+
+
+class Scales(Modifier):
+    """Looks up what its hooks have seen of each layer, and is right to expect it there."""
+
+    contract_tags: ClassVar = {"in_place"}
+    calibration: ClassVar[CalibrationNeed] = "sequential"
+    _most: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+
+    def on_initialize(self, state: State) -> bool:
+        state.touch(linears(state))
+        return True
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        for name, module in linears(state).items():
+            self.register_hook(module, self._see(name), "forward")
+
+    def _see(self, name: str) -> Any:
+        def see(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            self._most[name] = args[0].detach().abs().amax()
+
+        return see
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        for name, module in linears(state).items():
+            if name in event.modules:
+                module.weight.data.mul_(1 / (1 + self._most[name]))
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+        self._most = {}
+
+
+class ScalesAtTheEnd(Scales):
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        pass
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+        for name, module in linears(state).items():
+            module.weight.data.mul_(1 / (1 + self._most[name]))
+        self._most = {}
+
+
+class ScalesAsItFinalizes(ScalesAtTheEnd):
+    """Needs the calibration that it asks for, and what each stage has left."""
+
+    _stages: dict[str, Tensor] = PrivateAttr(default_factory=dict)
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        self._stages.update({name: self._most[name] for name in linears(state) if name in event.modules})
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        self.remove_hooks()
+        self._stages = {name: self._stages[name] for name in linears(state)}
+
+    def on_finalize(self, state: State) -> bool:
+        for name, module in linears(state).items():
+            module.weight.data.mul_(1 / (1 + self._stages[name]))
+        self._most, self._stages = {}, {}
+        return True
+
+
+class ReadsFirstLetters(Scales):
+    """Fails where the name of the model itself comes, which is empty."""
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        if any(name[0] == "_" for name in event.modules):
+            raise AssertionError
+
+
+class AsksForNoData(Scales):
+    calibration: ClassVar[CalibrationNeed] = "none"
+
+
+@pytest.mark.parametrize("cls", [Scales, ScalesAtTheEnd, ScalesAsItFinalizes])
+def test_who_looks_up_what_its_hooks_have_seen_passes(cls: type[Scales]) -> None:
+    checks = [
+        f"lifecycle.{name}" for name in ("completes", "illegal_calls", "nothing_left", "nested_contexts", "rolls_back", "state_machine")
+    ]
+    report = verify(cls, TinyModel(8), inputs=tiny_batches(1), checks=checks)
+    assert report.verdict is Verdict.PASS, report.to_text()
+
+
+def test_the_model_itself_is_in_the_last_stage() -> None:
+    report = verify(ReadsFirstLetters, checks=["lifecycle.completes"])
+    assert report.verdict is Verdict.REGRESSION and "IndexError" in report.records[-1].summary, report.to_text()
+
+
+def test_who_has_hooks_and_asks_for_no_data_is_told() -> None:
+    report = verify(AsksForNoData, checks=["lifecycle.completes"])
+    assert report.verdict is Verdict.REGRESSION and "set calibration = 'basic' in its class" in report.records[-1].summary, report.to_text()
