@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from harness.modules.loads import copied_state, not_taken
 from harness.modules.subject import PROBE, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 from harness.modules.tensors import (
     FLOATS,
@@ -24,6 +25,7 @@ from harness.modules.tensors import (
     known_tensors,
     overwrite,
     persistent_names,
+    plain_attributes,
     same_bits,
     share_memory,
 )
@@ -51,7 +53,7 @@ def _deepcopy(subject: Subject) -> list[str]:
         module.eval()
         twin.eval()
         output = run(twin, *subject.inputs())
-        findings += _loaded_into(twin, module)
+        findings += _loaded_into(twin, subject)
         if not subject.repeats():
             return findings
         findings += [] if same_bits(subject.call(), output) else ["the copy's output differs"]
@@ -62,10 +64,15 @@ def _deepcopy(subject: Subject) -> list[str]:
         return findings
 
 
-def _loaded_into(twin: nn.Module, module: nn.Module) -> list[str]:
+def _loaded_into(twin: nn.Module, subject: Subject) -> list[str]:
     """Whether a copy takes what is loaded into it; what the original does not take either is told elsewhere. Leaves both as they were."""
-    state = {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in module.state_dict().items()}
+    module = subject.module
+    state = copied_state(module)
     lost = [name for name in _forgotten(twin, module, state) if name not in _forgotten(module, twin, state)]
+    if not lost:
+        with untouched(module), untouched(twin):
+            others = set(not_taken(twin, subject.not_seen)) - set(not_taken(module, subject.not_seen))
+            lost = [name for name in state if name in others]
     return [f"the copy does not take {', '.join(lost[:5])} from a state dict"] if lost else []
 
 
@@ -84,6 +91,7 @@ def _forgotten(module: nn.Module, other: nn.Module, state: dict[str, Any]) -> li
 def _to_dtype(subject: Subject) -> list[str]:
     """`to(dtype)` rounds floating-point parameters and buffers, changes nothing else, and returns the module, which runs in that dtype.
 
+    Attributes of plain data, such as a factor, are not changed either; what names a dtype may be, and tensors in attributes.
     Complex numbers may stay, or become real, as torch makes them. 8-bit floats are codes rather than numbers to compute with: they may
     stay or be converted. So may what a module names in `kept_dtypes`: buffers whose dtype is part of a file format. What torch's functions
     do not take is torch's own limit, and so is a buffer under two names, of which it makes two.
@@ -97,10 +105,10 @@ def _to_dtype(subject: Subject) -> list[str]:
         parameters = _plain_parameters(module)
         values = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}
         before = {name: tensor.dtype for name, tensor in values.items()}
-        kept = _kept_names(module)
+        kept, attributes = _kept_names(module), plain_attributes(module)
         findings = [] if module.to(new) is module else ["to(dtype) did not return the module"]
         findings += [f"{line} behind to({new})" for line in changed_facts(facts, facts_of(module))]
-        findings += [f"{line} behind to({new})" for line in _replaced(parameters, module)]
+        findings += [f"{line} behind to({new})" for line in (*_replaced(parameters, module), *_changed_attributes(attributes, module))]
         for handle in handles:
             handle.remove()
         for name, tensor in known_tensors(module).items():
@@ -141,6 +149,12 @@ def _replaced(parameters: Mapping[str, nn.Parameter], module: nn.Module) -> list
     now = dict(module.named_parameters())
     others = [name for name, parameter in parameters.items() if now.get(name, parameter) is not parameter]
     return [f"others are in the place of parameters that optimizers hold, {', '.join(others[:5])},"] if others else []
+
+
+def _changed_attributes(before: Mapping[str, str], module: nn.Module) -> list[str]:
+    now = plain_attributes(module)
+    changed = [name for name, value in before.items() if now.get(name, value) != value]
+    return [f"the attribute {name} was {before[name][:80]} and is {now[name][:80]}" for name in changed]
 
 
 def _kept_names(module: nn.Module) -> set[str]:
@@ -279,7 +293,9 @@ def _to_device(subject: Subject) -> list[str]:
 
 
 def _loaded(module: nn.Module) -> nn.Module:
-    module.load_state_dict(module.state_dict())
+    state = copied_state(module)
+    overwrite(module)  # else a load that does nothing is right about every value
+    module.load_state_dict(state)
     return module
 
 
@@ -300,36 +316,42 @@ _NOT_COPIED = ("hooks", "hooks of the tensor", "a gradient")  # which torch's ow
 def _two_steps(subject: Subject) -> list[str]:
     """What is copied, loaded or converted keeps what trains, is shared and saved, modes and numbers, in both modes and when done again."""
     module, told, findings = subject.module, f"to({_another_dtype(subject)})", list[str]()
-    kept = [step for step in ("a copy", "a load", told) if _keeps(module, step)]  # what one step loses its own check tells
+    kept = [step for step in ("a copy", "a load", told) if _keeps(subject, step)]  # what one step loses its own check tells
     for mode in (True, False):
         with untouched(module):
             for part in module.modules():
                 part.training = mode
-            findings += [f"{line} behind {step} in training={mode}" for step in kept for line in _lost(module, step)]
+            findings += [f"{line} behind {step} in training={mode}" for step in kept for line in _lost(subject, step)]
     for step in [one for one in _CONVERSIONS if one != told and told in kept]:
-        lost = _lost(module, step)
+        lost = _lost(subject, step)
         findings += [f"{line} behind {step}" for line in lost]
         kept += [] if lost else [step]
     pairs = [(first, second) for first in kept for second in kept]
-    return findings + [f"{line} behind {first}, and {second} of that" for first, second in pairs for line in _lost(module, first, second)]
+    return findings + [f"{line} behind {first}, and {second} of that" for first, second in pairs for line in _lost(subject, first, second)]
 
 
-def _keeps(module: nn.Module, step: str) -> bool:
+def _keeps(subject: Subject, step: str) -> bool:
     try:
-        return not _lost(module, step)
+        return not _lost(subject, step)
     except Exception:  # noqa: BLE001 - a module may raise what it likes, and its own check tells
         return False
 
 
-def _lost(module: nn.Module, *steps: str) -> list[str]:
+def _lost(subject: Subject, *steps: str) -> list[str]:
     """What is another behind some steps, in words."""
+    module = subject.module
     with untouched(module):
         before = facts_of(module) if "a copy" in steps else _facts_with_hooks(module)[0]  # torch leaves hooks out of some copies
         values, found = {name: tensor.detach().clone() for name, tensor in known_tensors(module).items()}, module
         parameters = _plain_parameters(module)
+        lines = list[str]()
         for step in steps:
+            others = not_taken(found, subject.not_seen) if step == "a load" else []
+            attributes = plain_attributes(found) if step in _CONVERSIONS else {}
             found = _STEPS[step](found)
-        lines = _replaced(parameters, found) if found is module else []
+            lines += [f"{name} does not hold the other values that were loaded" for name in others]
+            lines += _changed_attributes(attributes, found)
+        lines += _replaced(parameters, found) if found is module else []
         lines += changed_facts(before, facts_of(found), *(_NOT_COPIED if "a copy" in steps else ()))
         now, kept, dtypes = known_tensors(found), _kept_names(module), [_CONVERSIONS[step] for step in steps if step in _CONVERSIONS]
         return lines + [

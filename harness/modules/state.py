@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.modules.loads import copied_state, not_loaded, not_taken
 from harness.modules.subject import PROBE, ModuleCheck, Subject, collect, untouched
 from harness.modules.tensors import (
     changed_facts,
@@ -68,7 +69,7 @@ def _left_behind(module: nn.Module, mode: bool, switch: Callable[[], nn.Module])
 def _extra_repr(subject: Subject) -> list[str]:
     """`repr` names the class, every line of `extra_repr`, and every child."""
     module = subject.module
-    text, extra_lines = repr(module), module.extra_repr().splitlines()
+    text, extra_lines = repr(module), (module.extra_repr() or "").splitlines()  # torch takes None, too
     expected = [type(module).__name__, *extra_lines, *(f"({name}): " for name, _ in module.named_children())]
     return [f"{part!r} is not in repr" for part in expected if part.strip() not in text]
 
@@ -88,7 +89,7 @@ def _state_dict_keys(subject: Subject) -> list[str]:
     unexpected = [f"{name}.{PROBE}".lstrip(".") for name, _ in islice(module.named_modules(), MAX_LEFT_OUT)]
     wrong = {**{f"with the unexpected key {key}": key for key in unexpected}, **{f"without the key {name}": name for name in needed}}
     with untouched(module):
-        findings += _below_another(module)
+        findings += _below_another(subject)
         findings += [line for name in needed if name in tensors for line in _with_another_shape(module, state, name)]
         for what, name in wrong.items():
             contents = copy.copy(state)  # a copy like this one keeps the versions, which a load may look at
@@ -138,20 +139,21 @@ def _described(saved: object) -> str:
     return f"{saved.dtype} {list(saved.shape)} of other bits" if isinstance(saved, Tensor) else f"of {type(saved)}"
 
 
-def _below_another(module: nn.Module) -> list[str]:
+def _below_another(subject: Subject) -> list[str]:
     """Save and load it as a part of another module. Changes its tensors, whose values come back."""
+    module = subject.module
     outer = nn.ModuleDict({"part": module})
-    saved, there = _copied(outer), "where the module is 'part' of another"
+    saved, there = copied_state(outer), "where the module is 'part' of another"
     findings = [f"{name} has not the prefix 'part.' {there}" for name in saved if not name.startswith("part.")]
     findings += [f"{name} is not in the state dict {there}" for name in persistent_names(module) if f"part.{name}" not in saved]
+    other = not_taken(outer, subject.not_seen)
     overwrite(module)
     try:
-        outer.load_state_dict(saved, strict=True)
+        lost = not_loaded(outer, saved)
     except RuntimeError as error:
         return [*findings, f"what is saved is not loaded {there}: {' '.join(str(error).split())[:200]}"]
-    after = outer.state_dict()
-    lost = [name for name, value in saved.items() if isinstance(value, Tensor) and not same_bits(value, after[name])]
-    return [*findings, *(f"{name} did not come back {there}" for name in lost)]
+    findings += [f"{name} did not come back {there}" for name in lost]
+    return [*findings, *(f"{name} does not hold the other values that were loaded {there}" for name in other if name not in lost)]
 
 
 @_check("module.state_dict_round_trip")
@@ -164,35 +166,38 @@ def _state_dict_round_trip(subject: Subject) -> list[str]:
     module = subject.module
     with untouched(module):
         module.eval()
-        saved = _copied(module)
+        saved = copied_state(module)
         output = subject.call()
         repeats = subject.repeats()
         if module.state_dict().keys() != saved.keys():  # a buffer that was None has got a value, and is state from now on
-            saved = _copied(module)
+            saved = copied_state(module)
         findings: list[str] = []
         for mode in (True, False):
             for part in module.modules():
                 part.training = mode
-            overwrite(module)
-            facts = facts_of(module)
-            module.load_state_dict(saved, strict=True)
-            findings = [f"{line} behind a load" for line in changed_facts(facts, facts_of(module))]
+            findings = _loaded_both_ways(subject, saved)
             if findings:
                 break
-        after = module.state_dict()
         module.eval()
-        findings += [
-            f"{name} did not come back" for name, value in saved.items() if isinstance(value, Tensor) and not same_bits(value, after[name])
-        ]
         findings += [] if not repeats or same_bits(output, subject.call()) else ["the output after loading differs"]
     return findings or (_load_others(subject) if repeats else [])
 
 
-def _copied(module: nn.Module) -> dict[str, Any]:
-    saved = copy.copy(module.state_dict())
-    for name, value in saved.items():
-        saved[name] = value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    return saved
+def _loaded_both_ways(subject: Subject, saved: dict[str, Any]) -> list[str]:
+    """Load other values in the place of its own, and its own in the place of others."""
+    module = subject.module
+    other = not_taken(module, subject.not_seen)
+    overwrite(module)
+    facts, dtypes = facts_of(module), {name: tensor.dtype for name, tensor in known_tensors(module).items()}
+    lost = not_loaded(module, saved)
+    findings = [f"{line} behind a load" for line in changed_facts(facts, facts_of(module))]
+    findings += [f"{name} did not come back" for name in lost]
+    findings += [f"{name} does not hold the other values that were loaded" for name in other if name not in lost]
+    return findings + [  # of what is not saved, too
+        f"{name}: the dtype was {dtypes[name]} and is {tensor.dtype} behind a load"
+        for name, tensor in known_tensors(module).items()
+        if name not in lost and dtypes.get(name, tensor.dtype) != tensor.dtype
+    ]
 
 
 def _load_others(subject: Subject) -> list[str]:

@@ -119,6 +119,37 @@ def changed_facts(before: Facts, after: Facts, *leave_out: str) -> list[str]:
     return lines
 
 
+def plain_attributes(module: nn.Module) -> dict[str, str]:
+    """Find the plain data in the attributes of a module and its descendants: what they are set to, such as a factor or an eps.
+
+    Args:
+        module: the module.
+
+    Returns:
+        Dotted name -> repr of a number, a text, a bool, None, or tuples, lists and dicts of such. What every nn.Module has is left out,
+        and so is what names a dtype, which a conversion may change. What is not set on a module is that of its class.
+    """
+    found: dict[str, str] = {}
+    for prefix, part in module.named_modules():
+        owners = [vars(cls) for cls in reversed(type(part).__mro__) if issubclass(cls, nn.Module) and cls is not nn.Module]
+        values = {name: value for attributes in (*owners, vars(part)) for name, value in attributes.items() if name not in _OF_TORCH}
+        found |= {_join(prefix, name): repr(value) for name, value in values.items() if _is_plain(value)}
+    return found
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # hooks, modes and tensors, which are looked at by themselves
+_MAX_DEPTH = 8  # a list may hold itself
+
+
+def _is_plain(value: object, depth: int = 0) -> bool:
+    if isinstance(value, str):
+        return not isinstance(vars(torch).get(value.removeprefix("torch.")), torch.dtype)
+    held = [*value.keys(), *value.values()] if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    if held is None:
+        return value is None or isinstance(value, bool | int | float | complex)
+    return depth < _MAX_DEPTH and all(_is_plain(one, depth + 1) for one in held)
+
+
 def cut_names(module: nn.Module) -> set[str]:
     """Find the weights that their own forward may write to: an embedding cuts the norms of its weight to its max_norm.
 
