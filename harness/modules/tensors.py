@@ -126,14 +126,14 @@ def plain_attributes(module: nn.Module) -> dict[str, str]:
         module: the module.
 
     Returns:
-        Dotted name -> repr of a number, a text, a bool, None, or tuples, lists and dicts of such. What every nn.Module has is left out,
-        and so is what names a dtype, which a conversion may change. What is not set on a module is that of its class.
+        Dotted name -> repr of a number, a text, a bool, None, or tuples, lists and dicts of such. Private names are left out, as of flags
+        that a conversion sets, and so is what names a dtype, which it may change. What is not set on a module is that of its class.
     """
     found: dict[str, str] = {}
     for prefix, part in module.named_modules():
         owners = [vars(cls) for cls in reversed(type(part).__mro__) if issubclass(cls, nn.Module) and cls is not nn.Module]
-        values = {name: value for attributes in (*owners, vars(part)) for name, value in attributes.items() if name not in _OF_TORCH}
-        found |= {_join(prefix, name): repr(value) for name, value in values.items() if _is_plain(value)}
+        values = {name: value for attributes in (*owners, vars(part)) for name, value in attributes.items() if name[:1] != "_"}
+        found |= {_join(prefix, name): repr(value) for name, value in values.items() if name not in _OF_TORCH and _is_plain(value)}
     return found
 
 

@@ -186,6 +186,15 @@ class KeepsNotesOfItsDtype(Converts):
         self.cache.clear()
 
 
+class NotesThatItIsStale(Converts):
+    """Under a private name, which is its own business."""
+
+    dtype = torch.bfloat16
+
+    def change(self) -> None:
+        self._is_stale = True
+
+
 class HoldsItself(Fresh):
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +209,7 @@ class ShowsNone(Fresh):
         return None  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("cls", [Fresh, KeepsNotesOfItsDtype, HoldsItself, ShowsNone])
+@pytest.mark.parametrize("cls", [Fresh, KeepsNotesOfItsDtype, NotesThatItIsStale, HoldsItself, ShowsNone])
 def test_a_fresh_layer_that_keeps_them_passes(cls: type[nn.Module]) -> None:
     report = report_of(cls())
     assert report.passed, report.to_text()
