@@ -9,12 +9,13 @@ N nights, of which `start` to `end` are one part.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.nightly.judging.spread import mean_of
+from harness.nightly.judging.spread import mean_of, median, noise_of, within
 
 _STRUCTURE = 4.0  # by how much nights differ from all others more than from their neighbours; noise with a correlation of 0.6 gives 2.5
 _GAIN = 3.0  # by how much each change must lower the squares
@@ -22,6 +23,8 @@ _MOST_CHANGES = 8
 LEAST_LEVEL, LEAST_LINE = 2, 5
 """Nights."""
 _FLOOR = 1e-12  # squares of a night that are none
+_WIDTH = 3.0  # spreads beyond which a night counts no more where stairs are looked for
+_BENDS, _SHARPER = 5, 16.0  # degree of a curve that stairs fit better than, and by how much in twice the logarithm of the likelihood
 
 
 class Segment(NamedTuple):
@@ -75,6 +78,46 @@ def segments(levels_N: NDArray[np.float64]) -> list[Segment]:
         found.insert(0, Segment(start, end, is_line))
         changes, end = changes - is_line - (start > 0), start
     return found
+
+
+def stairs(levels_N: NDArray[np.float64], least: int) -> list[Segment]:
+    """Cut nights into three levels, the second between the others, that fit better than a curve: where machines drift with the season.
+
+    Args:
+        levels_N: in order.
+        least: nights of each level.
+
+    Returns:
+        The levels; none where one of both steps is most of it, so that a step says as much, or a curve does.
+    """
+    count = len(levels_N)
+    if count < 3 * least:
+        return []
+    places = splits(clipped(levels_N, _WIDTH), 2, least)
+    parts = np.split(levels_N, places)
+    first, middle, last = map(median, parts)
+    if abs(2 * middle - first - last) >= abs(last - first) / 2:
+        return []
+    nights_N = np.arange(count, dtype=np.float64)
+    curve_N = np.polynomial.Polynomial.fit(nights_N, levels_N, _BENDS)(nights_N)
+    residuals = (levels_N - curve_N, np.concatenate([part - mean_of(part) for part in parts]))
+    around_curve, around_parts = (math.log(float(one @ one) + count * _FLOOR) for one in residuals)
+    if count * (around_curve - around_parts) < _SHARPER:
+        return []
+    return [Segment(start, end, is_line=False) for start, end in pairwise([0, *places, count])]
+
+
+def clipped(levels_N: NDArray[np.float64], width: float) -> NDArray[np.float64]:
+    """Say of what is outside of so many spreads that it is just outside.
+
+    Args:
+        levels_N: at least 2.
+        width: spreads.
+
+    Returns:
+        The levels.
+    """
+    return within(levels_N, median(levels_N), width * noise_of(levels_N)[1])
 
 
 def split_by_sums(levels_N: NDArray[np.float64]) -> int:

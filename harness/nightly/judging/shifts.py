@@ -18,14 +18,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from itertools import pairwise
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import HarnessError
-from harness.nightly.judging.segments import LEAST_LINE, Segment, has_structure, segments, split_by_sums, splits
+from harness.nightly.judging.segments import LEAST_LINE, Segment, clipped, has_structure, segments, split_by_sums, splits, stairs
 from harness.nightly.judging.spread import (
     MAX_CORRELATION,
     chance_of,
@@ -201,7 +200,7 @@ def find_shifts(
     for end in _looks(len(levels_N), found, densely):
         inside = [one for one in bridges if start < one.place < end]
         across, joints = math.hypot(*(one.error for one in inside)), tuple(one.place - start for one in inside)
-        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, _earlier(levels_N, found), joints))
+        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, _earlier(levels_N[:end], found), joints))
         if shift is None:
             continue
         residuals_E = np.concatenate([residuals_E, _around(levels_N[start : start + shift.start], shift)])
@@ -225,29 +224,26 @@ def shift_in_all(
         The shift, if one shows.
     """
     nights = _Nights(levels_N, errors_N, known_E, math.hypot(*(one.error for one in bridges)), None, tuple(one.place for one in bridges))
-    return _look(nights) or _stairs(nights)
+    return _look(nights)
 
 
 def _stairs(nights: _Nights) -> Shift | None:
-    """The last of three levels beside the first, where they fit better than a line. Each pair of places is a test of its own."""
-    count = len(nights.levels_N)
-    if count < 3 * _KNOWN_AFTER:
-        return None
-    places = splits(_clipped(nights.levels_N, _WIDTHS[1]), 2, _KNOWN_AFTER)
-    levels = np.split(nights.levels_N, places)
-    first, middle, last = map(median, levels)
-    is_between = abs(2 * middle - first - last) < abs(last - first) / 2  # else one step is most of it: it was asked alone, and is none
-    if not is_between or _squares(levels) > float(np.square(_line(nights.levels_N, 0)[1]).sum()):
-        return None
-    found = _to_a_level(nights, [Segment(start, end, is_line=False) for start, end in pairwise([0, *places, count])])
-    return found if found is not None and found.p_value * count**2 < LEVEL else None
+    """The last of three levels beside the first, where no single step is most of it. Each pair of places is a test of its own."""
+    parts = stairs(nights.levels_N, _KNOWN_AFTER)
+    found = _to_a_level(nights, parts) if parts else None
+    return found if found is not None and found.p_value * len(nights.levels_N) ** 2 < LEVEL else None
 
 
 def _earlier(levels_N: NDArray[np.float64], found: Sequence[Shift]) -> float | None:
-    if not found or found[-1].effect < 0:
-        return None
-    start, last = found[-2].start if len(found) > 1 else 0, found[-1]
-    return median(levels_N[start : last.start if last.level_end is None else last.level_end])
+    """The level before what is worse, until it is there again; None where nothing is."""
+    earlier, starts = None, [0, *(one.start for one in found), len(levels_N)]
+    for shift, before, behind in zip(found, starts, starts[2:], strict=False):
+        if shift.effect > 0:
+            level = median(levels_N[before : shift.start if shift.level_end is None else shift.level_end])
+            earlier = level if earlier is None else min(level, earlier)
+        elif earlier is not None and median(levels_N[shift.start : behind]) < earlier + LEAST_EFFECT:
+            earlier = None
+    return earlier
 
 
 def _looks(nights: int, found: list[Shift], densely: bool) -> Iterator[int]:
@@ -268,7 +264,8 @@ def _look(nights: _Nights) -> Shift | None:
     candidates = [one for one in (_step(nights), _drift(nights, 0), _bent(nights)) if one is not None and one[0].shows]
     simple = min(candidates, key=lambda one: one[1])[0] if candidates else None
     first = _first_of_many(nights) if simple is not None or has_structure(nights.levels_N) else None
-    return simple if first is None or not first.shows else replace(first, seen=count)
+    found = (first if first is not None and first.shows else simple) or _stairs(nights)
+    return None if found is None else replace(found, seen=count)
 
 
 def _step(nights: _Nights) -> tuple[Shift, float] | None:
@@ -277,9 +274,9 @@ def _step(nights: _Nights) -> tuple[Shift, float] | None:
     A few nights that are far off pull the place to where they lie, unless they count little; so does a step that is as far off itself.
     """
     for width in _WIDTHS:
-        found = _step_at(split_by_sums(_clipped(nights.levels_N, width)), nights)
+        found = _step_at(split_by_sums(clipped(nights.levels_N, width)), nights)
         if found is not None and found[0].shows:
-            return _step_at(splits(_clipped(nights.levels_N, width), 1)[0], nights)
+            return _step_at(splits(clipped(nights.levels_N, width), 1)[0], nights)
     return None
 
 
@@ -407,7 +404,7 @@ def _bent(nights: _Nights) -> tuple[Shift, float] | None:
     bends = np.arange(LEAST_AFTER, min(LEAST_NOISE, len(nights.levels_N) - _LEAST_DRIFT + 1))
     if not len(bends) or len(nights.residuals_E) >= LEAST_NOISE:
         return None
-    signal_N = _clipped(nights.levels_N, _WIDTHS[0])
+    signal_N = clipped(nights.levels_N, _WIDTHS[0])
     since_BN = np.maximum(np.arange(len(signal_N)) - bends[:, None], 0.0)
     since_BN -= since_BN.mean(axis=1, keepdims=True)
     gains_B = np.square(since_BN @ (signal_N - mean_of(signal_N))) / np.square(since_BN).sum(axis=1)
@@ -425,7 +422,7 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     if abs(rise) < LEAST_GAIN:
         return None
     squares = float(np.square(own_N).sum())
-    if squares > _squares(np.split(nights.levels_N, [split_by_sums(_clipped(nights.levels_N, _WIDTHS[0]))])):  # a step unknown yet
+    if squares > _squares(np.split(nights.levels_N, [split_by_sums(clipped(nights.levels_N, _WIDTHS[0]))])):  # a step unknown yet
         return None
     kept_E, spread = noise_of(np.concatenate([nights.residuals_E, own_N]))
     correlation = correlation_of(kept_E)
@@ -482,8 +479,3 @@ def _location(levels_K: NDArray[np.float64], spread: float) -> float:
     """The level of some nights, of two the one that says less: one odd night is no shift. Odd ones count no more than two spreads."""
     middle = in_order(levels_K)[(len(levels_K) - 1) // 2]
     return mean_of(within(levels_K, middle, 2 * spread))
-
-
-def _clipped(levels_N: NDArray[np.float64], width: float) -> NDArray[np.float64]:
-    """What is outside of so many spreads counts no more than what is just outside."""
-    return within(levels_N, median(levels_N), width * noise_of(levels_N)[1])

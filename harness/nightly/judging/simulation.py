@@ -25,7 +25,7 @@ import numpy as np
 from compressor.errors import UserInputError
 from compressor.progress import Progress, SilentProgress
 from harness.nightly.judging.bridging import hodges_lehmann, standard_errors
-from harness.nightly.judging.shifts import Shifts, find_shifts, shift_in_all
+from harness.nightly.judging.shifts import Shifts, find_shifts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +41,6 @@ METRIC_NIGHTS = 5000
 """50 metrics over 100 nights: the unit of false alarms."""
 _NIGHTS_WATCHED = 30  # after a planted change
 _NIGHTS_RECORDED = 30  # a metric with fewer says too little of its noise
-_BETWEEN_LOOKS = 5  # nights; steps that add up show for long
 _STRETCH = 10  # nights that stay together, since neighbours resemble each other
 
 
@@ -213,12 +212,7 @@ def _found(logs_NR: NDArray[np.float64]) -> Shifts:
 
 def _false_alarms(logs_NR: NDArray[np.float64]) -> int:
     """Count what is taken for worse, as it is night by night; its level holds for what follows, as if it were accepted."""
-    found = _found(logs_NR)
-    levels_N, errors_N = hodges_lehmann(logs_NR)[found.start :], standard_errors(logs_NR)[found.start :]
-    ends = range(max(0, NIGHTS_BEFORE - found.start) + _BETWEEN_LOOKS, len(levels_N) + 1, _BETWEEN_LOOKS)
-    known_E = found.residuals_E[: found.start]
-    added_up = (shift_in_all(levels_N[:end], errors_N[:end], known_E, ()) for end in ends)
-    return sum(shift.effect > 0 and shift.seen > NIGHTS_BEFORE for shift in found.found) + any(one and one.effect > 0 for one in added_up)
+    return sum(shift.effect > 0 and shift.seen > NIGHTS_BEFORE for shift in _found(logs_NR).found)
 
 
 def _night_seen(noise: Noise, planted: Planted, rng: np.random.Generator) -> float:

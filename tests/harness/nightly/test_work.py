@@ -65,6 +65,6 @@ def test_an_error_of_ours_is_a_result(project: Path) -> None:
 
 def test_times_are_held_against_a_piece_that_takes_a_fifth_of_a_second() -> None:
     pace = Pace("cpu")
-    assert 0.1 < min(pace.seconds() for _ in range(3)) < 2
+    assert 0.1 < min(pace.seconds() for _ in range(3)) < 10
     ratio = pace.around(lambda: {"work": pace.seconds()})["work"]
     assert 0.2 < ratio < 5

@@ -81,3 +81,31 @@ def test_stairs_add_up_across_a_bridge(seed: int) -> None:
         add(night, "A" if night < 95 else "B", night, 0.0 if night < 60 else 0.006 if night < 95 else 0.012)
     found = judge(rows, (), date.fromisoformat(rows[-1].night))
     assert found.verdict is Verdict.REGRESSION, found.summary
+
+
+@pytest.mark.parametrize("seed", [9018, 9028, 9036, 9055, 9065, 9096])
+def test_a_season_between_two_of_its_turns_is_no_stairs(seed: int) -> None:
+    """From its lowest to its highest night it is like three levels, which a curve fits better."""
+    rng = np.random.default_rng(seed)
+    season_N = 0.004 * np.sin(np.arange(140) / 120 * 2 * np.pi + rng.uniform(0, 6.28))
+    levels = season_N + rng.normal(0, 0.002, 140)
+    rows = [Measurement(label(n), "here", "", "m", "lower", tuple(np.exp(at + rng.normal(0, 0.003, 5)))) for n, at in enumerate(levels)]
+    for last in range(60, 141, 20):
+        assert judge(rows[:last], (), date.fromisoformat(rows[last - 1].night)).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stairs_that_were_mended_and_come_back_at_once_are_told(seed: int) -> None:
+    """They are a shift of the series, so that what ends them is one, too, and the nights of their levels are no noise."""
+    levels = [0.0] * 60 + [0.006] * 50 + [0.012] * 30 + [0.0] * 20
+    assert judged(levels, seed, 0.0015).verdict is Verdict.PASS
+    assert judged([*levels, *[0.012] * 60], seed, 0.0015).verdict is Verdict.REGRESSION
+
+
+@pytest.mark.parametrize("rest", [0.009, 0.012])
+@pytest.mark.parametrize("nights", [8, 45])
+def test_what_is_mended_in_two_parts_is_mended(nights: int, rest: float) -> None:
+    """The second part is too small for a change for the better, and need be none: the level from before is there again."""
+    levels = [0.0] * 60 + [0.036] * 30 + [rest] * nights
+    assert judged(levels, 0, 0.0008).verdict is Verdict.REGRESSION
+    assert judged([*levels, *[0.0] * 50], 0, 0.0008).verdict is Verdict.PASS
