@@ -330,7 +330,8 @@ def _is_usual(others_E: NDArray[np.float64], after_K: NDArray[np.float64], sprea
 def _apart(sides: Sequence[NDArray[np.float64]], joints: Sequence[int]) -> Iterator[NDArray[np.float64]]:
     """Nights of each side of a step, those of each machine apart."""
     for side in sides:
-        yield from np.split(side, [joint for joint in joints if 0 < joint < len(side)])
+        # Two bridges have one place where the nights between them are left out.
+        yield from np.split(side, sorted({joint for joint in joints if 0 < joint < len(side)}))
         joints = [joint - len(side) for joint in joints]
 
 
