@@ -1,7 +1,8 @@
 """Cuts nights into levels and lines, where one step or one line does not explain them. Numbers in, places out.
 
 Of all cuttings into as many parts the one with the least squares is found by dynamic programming (Bellman 1961), and of these the one whose
-every change, a cut or a line in place of a level, has lowered the squares at least three times: more than noise allows.
+every change, a cut or a line in place of a level, has lowered the squares at least three times: more than noise allows. Of more than
+hundred nights less says as much, so that a history of many small changes is not taken for one level of much noise.
 
 N nights, of which `start` to `end` are one part.
 """
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from harness.nightly.judging.spread import mean_of, median, noise_of, within
 
 _STRUCTURE = 4.0  # by how much nights differ from all others more than from their neighbours; noise with a correlation of 0.6 gives 2.5
-_GAIN = 3.0  # by how much each change must lower the squares
+_GAIN, _KNOWN = 3.0, 100  # by how much each change must lower the squares; of more nights less says as much
 _MOST_CHANGES = 8
 LEAST_LEVEL, LEAST_LINE = 2, 5
 """Nights."""
@@ -70,7 +71,7 @@ def segments(levels_N: NDArray[np.float64]) -> list[Segment]:
                 sums_M = before_M + fits_NN[:end, end]
                 start = int(sums_M.argmin())
                 best[changes][end] = min(best[changes][end], (float(sums_M[start]), start, own == 2))
-    penalty = math.log(_GAIN)
+    penalty = math.log(_GAIN) * min(1.0, _KNOWN / count)
     changes = min(range(_MOST_CHANGES + 1), key=lambda many: math.log(best[many][count][0] + count * _FLOOR) + many * penalty)
     found, end = list[Segment](), count
     while end:
@@ -95,9 +96,6 @@ def stairs(levels_N: NDArray[np.float64], least: int) -> list[Segment]:
         return []
     places = splits(clipped(levels_N, _WIDTH), 2, least)
     parts = np.split(levels_N, places)
-    first, middle, last = map(median, parts)
-    if abs(2 * middle - first - last) >= abs(last - first) / 2:
-        return []
     nights_N = np.arange(count, dtype=np.float64)
     curve_N = np.polynomial.Polynomial.fit(nights_N, levels_N, _BENDS)(nights_N)
     residuals = (levels_N - curve_N, np.concatenate([part - mean_of(part) for part in parts]))

@@ -228,10 +228,9 @@ def shift_in_all(
 
 
 def _stairs(nights: _Nights) -> Shift | None:
-    """The last of three levels beside the first, where no single step is most of it. Each pair of places is a test of its own."""
+    """The last of three levels beside the first, where no single step is most of it."""
     parts = stairs(nights.levels_N, _KNOWN_AFTER)
-    found = _to_a_level(nights, parts) if parts else None
-    return found if found is not None and found.p_value * len(nights.levels_N) ** 2 < LEVEL else None
+    return _to_a_level(nights, parts) if parts else None
 
 
 def _earlier(levels_N: NDArray[np.float64], found: Sequence[Shift]) -> float | None:
@@ -461,8 +460,10 @@ def _fitted(levels_N: NDArray[np.float64], nights_N: NDArray[np.float64]) -> tup
 
 def _around(levels_M: NDArray[np.float64], shift: Shift) -> NDArray[np.float64]:
     """What is left of the nights before the level behind a shift."""
-    is_line = shift.bend is not None and len(levels_M) > shift.bend + 1
-    return _line(levels_M, shift.bend)[1] if is_line else _rest(levels_M)  # type: ignore[arg-type]
+    around = _rest(levels_M)
+    if shift.bend is None or len(levels_M) <= shift.bend + 1:
+        return around
+    return min(_line(levels_M, shift.bend)[1], around, key=lambda own_M: float(np.square(own_M).sum()))  # a curve is no line
 
 
 def _rest(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -40,8 +40,8 @@ def test_stairs_that_add_up_are_told(middle: int, seed: int) -> None:
 
 def test_stairs_that_were_accepted_are_settled() -> None:
     levels = [0.0] * 60 + [0.006] * 150 + [0.012] * 46
-    told = judged(levels, 1)
-    found = judged(levels, 1, accepted=told.changes[-1].night)
+    told = judged(levels, 0)
+    found = judged(levels, 0, accepted=told.changes[-1].night)
     assert found.verdict is Verdict.PASS and found.changes[-1].acceptance is not None, found.summary
 
 
@@ -109,3 +109,31 @@ def test_what_is_mended_in_two_parts_is_mended(nights: int, rest: float) -> None
     levels = [0.0] * 60 + [0.036] * 30 + [rest] * nights
     assert judged(levels, 0, 0.0008).verdict is Verdict.REGRESSION
     assert judged([*levels, *[0.0] * 50], 0, 0.0008).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_stays_of_a_drift_from_the_first_night_on_is_told(seed: int) -> None:
+    found = judged([*np.linspace(0, 0.03, 100), *[0.013] * 40], seed)
+    assert found.verdict is Verdict.REGRESSION, found.summary
+
+
+def test_what_became_worse_twice_is_mended_at_the_level_before_both() -> None:
+    levels = [0.0] * 60 + [0.036] * 30 + [0.06] * 30 + [0.012] * 30
+    assert judged(levels, 0, 0.0008).verdict is Verdict.REGRESSION
+    assert judged([*levels, *[0.0] * 30], 0, 0.0008).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_small_changes_and_curves_before_a_step_are_no_noise(seed: int) -> None:
+    """A stair, a drift for the better behind it, ten nights there, and a step back."""
+    levels = [0.0] * 50 + [0.005] * 20 + np.linspace(0.005, -0.018, 15).tolist() + [-0.018] * 10
+    assert judged(levels, seed, 0.0008).verdict is Verdict.PASS
+    assert judged([*levels, *[0.002] * 45], seed, 0.0008).verdict is Verdict.REGRESSION
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_small_changes_are_no_noise(seed: int) -> None:
+    """None of them is one by itself, and each lowers the squares less than three times."""
+    levels = [0.0] * 50 + [0.005] * 40 + np.linspace(0.005, -0.013, 30).tolist() + [-0.013] * 10 + [0.007] * 46
+    found = judged(levels, seed, 0.0008)
+    assert found.noise < 0.0015, found.summary
