@@ -304,3 +304,15 @@ def test_first_nights_that_were_told_as_worse_are_no_good_ones() -> None:
         before = [one for one in nights.rows if one.night < label(65)]
         told = judge(before, (), date.fromisoformat(label(64))).verdict
         assert told is not Verdict.REGRESSION or nights.judged().verdict is Verdict.REGRESSION, nights.judged().summary
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_mended_two_bridges_later_is_judged(seed: int) -> None:
+    """Between the nights that count and those of now lie both bridges, at one place: A becomes worse, B and C go on, C is mended."""
+    nights = Nights(seed, 0.0008)
+    for night in range(116):
+        machine = "A" if night < 60 else "B" if night < 68 else "C"
+        if night in (60, 68):
+            nights.add(night, machine, night - 1, 0.04)
+        nights.add(night, machine, night, 0.04 * (50 <= night < 76))
+    assert nights.judged().verdict is Verdict.PASS
