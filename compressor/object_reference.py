@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import random
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -193,7 +194,11 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     def look_up(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name]), name)
+        generator = random.getstate()
+        try:
+            return getattr(importlib.import_module(homes[name]), name)
+        finally:
+            random.setstate(generator)  # a library may draw while it is imported, as rich does; torch's generators would cost its import
 
     return look_up, lambda: sorted(homes)
 

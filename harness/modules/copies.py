@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from harness.modules.loads import copied_state, not_taken
+from harness.modules.loads import copied_state, halved, not_taken, note_refusal
 from harness.modules.subject import PROBE, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
 from harness.modules.tensors import (
     FLOATS,
@@ -23,6 +23,7 @@ from harness.modules.tensors import (
     cut_names,
     facts_of,
     known_tensors,
+    non_persistent_names,
     overwrite,
     persistent_names,
     plain_attributes,
@@ -57,6 +58,7 @@ def _deepcopy(subject: Subject) -> list[str]:
         if not subject.repeats():
             return findings
         findings += [] if same_bits(subject.call(), output) else ["the copy's output differs"]
+        findings += [] if findings else _answers_otherwise(twin, subject)
         if not findings:
             overwrite(module)  # a function in an attribute is not copied: it may still compute with the module it was made for
             is_its_own = same_bits(output, run(twin, *subject.inputs()))
@@ -74,6 +76,24 @@ def _loaded_into(twin: nn.Module, subject: Subject) -> list[str]:
             others = set(not_taken(twin, subject.not_seen)) - set(not_taken(module, subject.not_seen))
             lost = [name for name in state if name in others]
     return [f"the copy does not take {', '.join(lost[:5])} from a state dict"] if lost else []
+
+
+def _answers_otherwise(twin: nn.Module, subject: Subject) -> list[str]:
+    """Whether a load of a copy reaches its output as it does in the original, and nothing of the original. Leaves both as they were."""
+    module, outputs, changed = subject.module, [], list[str]()
+    before = {name: tensor.detach().clone() for name, tensor in all_tensors(module).items()}
+    for one in (twin, module):
+        with untouched(module), untouched(twin):
+            try:
+                one.load_state_dict(halved(module.state_dict()), strict=True)
+                now = all_tensors(module)
+                changed += [] if one is module else [name for name in before if name in now and not same_bits(before[name], now[name])]
+                outputs.append(run(one, *subject.inputs()))
+            except Exception as error:  # noqa: BLE001 - a module may refuse values in any way
+                note_refusal(error, subject.not_seen)
+                return []
+    findings = [f"a load of the copy changes {', '.join(changed[:5])} of the original"] if changed else []
+    return findings + ([] if same_bits(*outputs) else ["what is loaded into the copy does not reach its output as in the original"])
 
 
 def _forgotten(module: nn.Module, other: nn.Module, state: dict[str, Any]) -> list[str]:
@@ -354,21 +374,23 @@ def _lost(subject: Subject, *steps: str) -> list[str]:
         lines += _replaced(parameters, found) if found is module else []
         lines += changed_facts(before, facts_of(found), *(_NOT_COPIED if "a copy" in steps else ()))
         now, kept, dtypes = known_tensors(found), _kept_names(module), [_CONVERSIONS[step] for step in steps if step in _CONVERSIONS]
+        # A load may compute what is not saved again, from numbers that a conversion has rounded: other bits than what is rounded itself.
+        computed = non_persistent_names(found) if dtypes and steps[-1] == "a load" else set()
         return lines + [
             f"{name}, of {value.dtype}, is another tensor, of {now[name].dtype}"
             for name, value in values.items()
-            if name in now and not _is_converted(value, now[name].detach(), dtypes, name in kept)
+            if name in now and not _is_converted(value, now[name].detach(), dtypes, name in kept, name in computed)
         ]
 
 
-def _is_converted(value: Tensor, now: Tensor, dtypes: Sequence[torch.dtype], is_kept: bool) -> bool:
-    """Whether a tensor is one before, of a dtype that conversions may give it, and rounded by them."""
+def _is_converted(value: Tensor, now: Tensor, dtypes: Sequence[torch.dtype], is_kept: bool, is_computed: bool) -> bool:
+    """Whether a tensor is one before, of a dtype that conversions may give it, and rounded by them, if it is not computed again."""
     allowed = {value.dtype}
     for dtype in dtypes:
         allowed = {one for before in allowed for one in _allowed(before, dtype)}
     if now.dtype not in allowed | ({value.dtype} if is_kept else set()) or value.shape != now.shape:
         return False
-    if value.is_complex() and now.dtype != value.dtype:
+    if is_computed or (value.is_complex() and now.dtype != value.dtype):
         return True
     if is_kept or (now.dtype == value.dtype and value.dtype not in FLOATS):
         return same_bits(value.to(now.dtype), now)
