@@ -9,7 +9,9 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from compressor.errors import CalibrationError
+from compressor.errors import CalibrationError, RecipeError
+from compressor.lifecycle.interface import TRAINING_CALLBACKS
+from compressor.lifecycle.modifier import overrides
 from compressor.random_state import random_numbers_kept
 from harness.lifecycle.checks.registry import register
 from harness.lifecycle.driving.compare import Violation, failures, failures_in
@@ -66,7 +68,12 @@ def completes(subject: Subject) -> str:
 
 
 def _hold_need(subject: Subject) -> None:
-    """Who asks for no data has no hooks as the calibration begins: they would see nothing, which `oneshot` refuses."""
+    """Some way of running it takes it: its times are refused where no training calls it, and hooks where it asks for no data."""
+    if not overrides(subject.template, *TRAINING_CALLBACKS):
+        try:
+            subject.fresh().check_oneshot()
+        except RecipeError as error:
+            raise Violation("refused", f"oneshot refuses it, and so does a training: {error}") from error
     if subject.trains or subject.in_calibration or subject.template.calibration_need != "none":
         return
     run = subject.open()

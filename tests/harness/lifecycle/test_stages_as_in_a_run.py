@@ -109,3 +109,12 @@ def test_the_model_itself_is_in_the_last_stage() -> None:
 def test_who_has_hooks_and_asks_for_no_data_is_told() -> None:
     report = verify(AsksForNoData, checks=["lifecycle.completes"])
     assert report.verdict is Verdict.REGRESSION and "set calibration = 'basic' in its class" in report.records[-1].summary, report.to_text()
+
+
+class StartsForNothing(Scales):
+    start: float | None = 1.0
+
+
+def test_who_has_times_and_takes_part_in_no_training_is_told() -> None:
+    report = verify(StartsForNothing, checks=["lifecycle.completes"])
+    assert report.verdict is Verdict.REGRESSION and "start=1.0 is for training, in which it takes no part" in report.records[-1].summary
