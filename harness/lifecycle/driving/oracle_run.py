@@ -202,9 +202,7 @@ class CheckedRun:
 
     def _lead_to(self, moment: str, flow: Callable[[], object], modules: tuple[str, ...] = ()) -> None:
         """Have batches run before a stage, every stage before the end of the calibration, and the calibration before the end of the run."""
-        if moment == "CALIBRATION_START":
-            self._past = []
-        elif moment == "SEQUENTIAL_EPOCH_END":
+        if moment == "SEQUENTIAL_EPOCH_END":
             while self._asleep:  # hooks that sleep see nothing of the batches
                 self.exit_disabled(0)
             self.forward(flow)
