@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -122,7 +123,7 @@ def _with_another_shape(module: nn.Module, state: dict[str, Any], name: str) -> 
     for other in [larger, smaller, [1] * len(shape), flat, [1, *shape]] if shape else [[2, 2]]:
         if other == shape:
             continue
-        contents[name] = state[name].new_empty(other)
+        contents[name] = _repeated(state[name], other)
         with untouched(module):
             try:
                 module.load_state_dict(contents, strict=True)
@@ -133,6 +134,13 @@ def _with_another_shape(module: nn.Module, state: dict[str, Any], name: str) -> 
             if module.state_dict()[name].shape != contents[name].shape:
                 return [f"a strict load accepted {name} in another shape, and left it as it was"]
     return []
+
+
+def _repeated(tensor: Tensor, shape: list[int]) -> Tensor:
+    """Its own values in another shape, again and again: a module may refuse others, such as negative ones."""
+    own = tensor.detach().flatten()
+    size = math.prod(shape)
+    return own.repeat(size // max(1, own.numel()) + 1)[:size].reshape(shape) if own.numel() else tensor.new_zeros(shape)
 
 
 def _described(saved: object) -> str:

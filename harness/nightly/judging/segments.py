@@ -61,16 +61,14 @@ def segments(levels_N: NDArray[np.float64]) -> list[Segment]:
     flat_NN, line_NN = _squares(levels_N)
     count, none = len(levels_N), (math.inf, 0, False)
     best = [[none] * (count + 1) for _ in range(_MOST_CHANGES + 1)]  # by changes and end: squares, start of the last part, is it a line
+    squares_CN = np.full((_MOST_CHANGES + 1, count + 1), math.inf)
     for end in range(LEAST_LEVEL, count + 1):
         best[0][end], best[1][end] = (float(flat_NN[0, end]), 0, False), (float(line_NN[0, end]), 0, True)
-        for changes in range(1, _MOST_CHANGES + 1):
-            for fits_NN, own in ((flat_NN, 1), (line_NN, 2)):
-                if own > changes:
-                    continue
-                before_M = np.array([squares for squares, _, _ in best[changes - own][:end]])
-                sums_M = before_M + fits_NN[:end, end]
-                start = int(sums_M.argmin())
-                best[changes][end] = min(best[changes][end], (float(sums_M[start]), start, own == 2))
+        for fits_NN, own in ((flat_NN, 1), (line_NN, 2)):
+            sums_CM = squares_CN[: _MOST_CHANGES + 1 - own, :end] + fits_NN[:end, end]
+            for changes, start in enumerate(sums_CM.argmin(axis=1).tolist(), own):
+                best[changes][end] = min(best[changes][end], (float(sums_CM[changes - own, start]), start, own == 2))
+        squares_CN[:, end] = [squares for squares, _, _ in (row[end] for row in best)]
     penalty = math.log(_GAIN) * min(1.0, _KNOWN / count)
     changes = min(range(_MOST_CHANGES + 1), key=lambda many: math.log(best[many][count][0] + count * _FLOOR) + many * penalty)
     found, end = list[Segment](), count

@@ -240,7 +240,8 @@ def _earlier(levels_N: NDArray[np.float64], found: Sequence[Shift]) -> float | N
         if shift.effect > 0:
             level = median(levels_N[before : shift.start if shift.level_end is None else shift.level_end])
             earlier = level if earlier is None else min(level, earlier)
-        elif earlier is not None and median(levels_N[shift.start : behind]) < earlier + LEAST_EFFECT:
+        # Half of the least: the first nights of the next level lie among these.
+        elif earlier is not None and median(levels_N[shift.start : behind]) < earlier + LEAST_EFFECT / 2:
             earlier = None
     return earlier
 

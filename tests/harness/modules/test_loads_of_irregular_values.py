@@ -291,3 +291,33 @@ def test_a_name_that_is_imported_on_first_use_draws_no_random_numbers(tmp_path: 
     before = random.getstate()
     assert 0 <= lazy_names("none", {"VALUE": "draws_on_import"})[0]("VALUE") < 1
     assert random.getstate() == before
+
+
+SEEN: list[list[float]] = []  # outside of the layer, whose own attributes come back
+
+
+class RefusesNegativeScales(nn.Module):
+    """Of any shape, by an error of its own; what is loaded in another shape are its own values, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scales", torch.rand(4, generator=torch.Generator().manual_seed(0)) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :1] * self.scales
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        scales = state.get(prefix + "scales", self.scales)
+        if scales.shape != self.scales.shape:
+            SEEN.append(scales.flatten().tolist())
+        if not bool((scales >= 0).all()):
+            raise ValueError(f"{prefix}scales must not be negative")
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def test_tensors_of_another_shape_hold_the_modules_own_values() -> None:
+    SEEN.clear()
+    layer = RefusesNegativeScales()
+    report = report_of(layer)
+    assert report.passed, report.to_text()
+    assert SEEN and all(set(values) <= set(layer.scales.tolist()) for values in SEEN)

@@ -144,3 +144,10 @@ def test_a_curve_before_a_step_is_no_noise_around_its_line(seed: int) -> None:
     """A stair and a drift behind it are told as one drift, around whose line the stair is no noise: the step shows within some nights."""
     levels = [0.0] * 50 + [0.005] * 20 + np.linspace(0.005, -0.025, 30).tolist() + [-0.025] * 10 + [0.0] * 12
     assert judged(levels, seed, 0.0008).verdict is Verdict.REGRESSION
+
+
+@pytest.mark.parametrize("seed", [24, 27, 33])
+def test_the_second_part_of_the_way_back_shows_where_the_first_ended_just_above(seed: int) -> None:
+    """Its first nights lie among those of the level that they leave, which are not taken for good ones for that."""
+    levels = [0.0] * 120 + [0.024] * 30 + [0.01] * 30
+    assert judged([*levels, *[0.0] * 60], seed, 0.0025).verdict is Verdict.PASS
