@@ -364,7 +364,7 @@ def check_still_called(session: Session, data: CalibrationData, before: set[str]
     # What no forward has called before says nothing when none calls it now.
     before = before | {name for name, one in session.state.report.modules.items() if one.num_tokens}
     owners = {name: _owner(session.state.model, name) for name in compressed_names(session.state) if name in before}
-    if not owners:
+    if not owners and not compressed_names(session.state):
         return
     called: set[str] = set()
     written: set[str] = set()

@@ -205,6 +205,7 @@ def surroundings(subject: Subject) -> str:
         model = copy.deepcopy(subject.model).train(training)
         for parameter in list(model.parameters())[::2]:
             parameter.requires_grad_(not training)
+        untouched = copy.deepcopy(model)
         for module in model.modules():  # of the caller: they must still be there afterwards, in this order
             module.register_forward_hook(_look)
             module.register_forward_hook(_look_again)
@@ -213,6 +214,7 @@ def surroundings(subject: Subject) -> str:
         subject.live(subject.check(run), run)
         end = Snapshot(model, {**run.shared(), "class": frozen_class_values(subject.template)})
         _compare(subject, start, end)
+        _compare_replaced(untouched, model)
     return "a model in training mode and one in evaluation mode"
 
 
@@ -241,6 +243,18 @@ def _compare(subject: Subject, start: Snapshot, end: Snapshot) -> None:
             found.append(one)
     if found:
         raise Violation("left behind", f"a run changed {list_differences(found)}", causes(found))
+
+
+def _compare_replaced(before: nn.Module, after: nn.Module) -> None:
+    """Parameters of modules that were put in, under the names of those before: none trains that did not, and numbers keep their dtype."""
+    now = dict(after.named_parameters(remove_duplicate=False))
+    for name, old in before.named_parameters(remove_duplicate=False):
+        new = now.get(name, old)
+        if new.requires_grad and not old.requires_grad:
+            raise Violation("left behind", f"a run changed {name}: requires_grad False -> True; make what you put in as what was there")
+        if new.is_floating_point() and old.is_floating_point() and new.dtype.itemsize > old.dtype.itemsize > 1:
+            text = f"a run changed {name}: {old.dtype} -> {new.dtype}; make what you put in as what was there"
+            raise Violation("left behind", text)
 
 
 @register(

@@ -14,7 +14,7 @@ from compressor.lifecycle.interface import TRAINING_CALLBACKS
 from compressor.lifecycle.modifier import overrides
 from compressor.random_state import random_numbers_kept
 from harness.lifecycle.checks.registry import register
-from harness.lifecycle.driving.compare import Violation, failures, failures_in
+from harness.lifecycle.driving.compare import Violation, describe, failures, failures_in
 from harness.lifecycle.driving.driver import CompressorRun
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.snapshot import freeze, num_hooks
@@ -62,9 +62,21 @@ def completes(subject: Subject) -> str:
             return f"a training, until {run.recorder.entries[-1].seen.callback} asks for the calibration that it does not have"
         what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
         raise Violation("refused", f"a run without any fault stopped: {what}", failures_in(run.recorder.entries))
+    _hold_result(subject, run.model)
     _hold_stages(subject)
     _hold_need(subject)
     return f"{len(subject.life())} moments, {run.model.__class__.__name__}"
+
+
+def _hold_result(subject: Subject, model: nn.Module) -> None:
+    """The model takes the batches that it took before."""
+    with torch.no_grad(), random_numbers_kept():
+        for number, batch in enumerate(subject.batches):
+            try:
+                call(model, copy.deepcopy(batch))
+            except Exception as error:  # a model raises what it likes
+                text = f"behind the run the model does not take inputs[{number}] any more ({describe(error)})"
+                raise Violation("state", f"{text}; put in modules that take and give what those before did", [describe(error)]) from error
 
 
 def _hold_need(subject: Subject) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from pydantic import PrivateAttr
 from torch import Tensor, nn
 
@@ -92,6 +94,32 @@ class AsksForNoData(Scales):
     calibration: ClassVar[CalibrationNeed] = "none"
 
 
+class PutsIn(Modifier):
+    """A linear layer of its own in the place of one."""
+
+    rows: int = 48
+    name: ClassVar = "layers.0.down_proj"
+
+    def on_initialize(self, state: State) -> bool:
+        state.claim([self.name], self.label)
+        return True
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        old = state.model.get_submodule(self.name)
+        new = self.made(old.in_features, self.rows or old.out_features).train(old.training)
+        with torch.no_grad():
+            new.weight.copy_(old.weight[: len(new.weight)])
+        state.replace_module(self.name, new)
+
+    def made(self, columns: int, rows: int) -> nn.Linear:
+        return nn.Linear(columns, rows, bias=False)
+
+
+class PutsInItsLike(PutsIn):
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        state.replace_module(self.name, copy.deepcopy(state.model.get_submodule(self.name)))
+
+
 @pytest.mark.parametrize("cls", [Scales, ScalesAtTheEnd, ScalesAsItFinalizes])
 def test_who_looks_up_what_its_hooks_have_seen_passes(cls: type[Scales]) -> None:
     checks = [
@@ -118,3 +146,16 @@ class StartsForNothing(Scales):
 def test_who_has_times_and_takes_part_in_no_training_is_told() -> None:
     report = verify(StartsForNothing, checks=["lifecycle.completes"])
     assert report.verdict is Verdict.REGRESSION and "start=1.0 is for training, in which it takes no part" in report.records[-1].summary
+
+
+def test_what_is_put_in_takes_what_came_before_and_trains_as_before() -> None:
+    model = TinyModel(8)
+    report = verify(PutsIn(rows=7), model, inputs=tiny_batches(1), checks=["lifecycle.completes"])
+    assert "behind the run the model does not take inputs[0] any more (RuntimeError" in report.records[-1].summary, report.to_text()
+    model.requires_grad_(False)
+    surroundings = verify(PutsIn(rows=0), model, inputs=tiny_batches(1), checks=["lifecycle.surroundings"])
+    assert "layers.0.down_proj.weight: requires_grad False -> True" in surroundings.records[-1].summary, surroundings.to_text()
+    half = verify(PutsIn(rows=0), model.bfloat16(), inputs=tiny_batches(1), checks=["lifecycle.surroundings"])
+    assert half.verdict is Verdict.REGRESSION, half.to_text()
+    for checks in (["lifecycle.completes"], ["lifecycle.surroundings"]):
+        assert verify(PutsInItsLike, model, inputs=tiny_batches(1), checks=checks).verdict is Verdict.PASS
