@@ -258,6 +258,21 @@ def test_hooks_see_data_where_the_basic_pipeline_is_chosen() -> None:
     assert {name: len(seen) for name, seen in recorder._seen.items()} == {"0": 3, "1": 3}
 
 
+class PutsInLate(Recorder):
+    """Names what it puts in as the calibration ends, so that no forward was asked whether it calls it."""
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        state.touch(["0"])
+        state.replace_module("0", nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("pipeline", ["sequential", "basic"])
+def test_a_model_that_does_not_run_any_more_is_refused_whenever_it_was_named(pipeline: str) -> None:
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2))
+    with pytest.raises(CalibrationError, match=r"^forward: the compressed model raises RuntimeError.* on a batch that it took before"):
+        run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data, pipeline, PutsInLate(ignore=("",)))
+
+
 class SaysWhichBatch(Recorder):
     def on_event(self, state: State, event: Event) -> None:
         self._events.append((event.type.name, (str((state.batch_index, state.batch_shape, state.token_mask)),)))
