@@ -43,6 +43,9 @@ class _Checked(ModelMetaclass):
     """Makes `Class(setting=value)` answer wrong settings in the words of a recipe; `model_validate`, which recipes call, passes by."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
+        fields = cast("type[BaseModel]", cls).model_fields
+        if hidden := next((name for name in ("start", "end", "update") if callable(fields[name].default)), None):
+            raise RecipeError(f"{cls.__name__}: {hidden} is a setting of every modifier, and a method has its name; give it another")
         try:
             return super().__call__(*args, **settings)
         except ValidationError as error:

@@ -333,3 +333,10 @@ def test_tables_are_data() -> None:
         assert row.condition is None or callable(getattr(Modifier, row.condition))
     with pytest.raises(TypeError):
         CALLS["initialize"] = (True, True)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ["start", "end", "update"])
+def test_a_method_cannot_have_the_name_of_a_setting(name: str) -> None:
+    cls = type("Names", (Modifier,), {"__module__": __name__, "on_initialize": lambda self, state: True, name: lambda self: None})
+    with pytest.raises(RecipeError, match=rf"^Names: {name} is a setting of every modifier, and a method has its name; give it another$"):
+        cls()
