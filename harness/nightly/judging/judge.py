@@ -258,7 +258,9 @@ def _added_up(series: BridgedSeries, shifts: Shifts, reference: slice) -> Shift 
     """What the nights of the last level show beside those that count, though nothing showed as they came."""
     kept = np.r_[reference, max(reference.stop, shifts.start) : len(series.nights)]
     inside = [replace(one, place=int((kept < one.place).sum())) for one in series.bridges if kept[0] < one.place <= kept[-1]]
-    found = shift_in_all(series.levels_N[kept], series.errors_N[kept], shifts.residuals_E, inside)
+    known_E, own_N = np.split(shifts.residuals_E, [len(shifts.residuals_E) - len(series.nights)])
+    others_E = np.concatenate([known_E, np.delete(own_N, kept)])  # those that are kept know the noise once
+    found = shift_in_all(series.levels_N[kept], series.errors_N[kept], others_E, inside)
     return None if found is None else replace(found, place=int(kept[found.place]), start=int(kept[found.start]))
 
 

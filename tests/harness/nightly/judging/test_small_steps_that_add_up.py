@@ -151,3 +151,9 @@ def test_the_second_part_of_the_way_back_shows_where_the_first_ended_just_above(
     """Its first nights lie among those of the level that they leave, which are not taken for good ones for that."""
     levels = [0.0] * 120 + [0.024] * 30 + [0.01] * 30
     assert judged([*levels, *[0.0] * 60], seed, 0.0025).verdict is Verdict.PASS
+
+
+def test_too_few_nights_are_not_counted_twice() -> None:
+    """A step among the first twenty nights is as little known as noise is."""
+    for seed in range(6):
+        assert judged([0.0] * 10 + [0.05] * 10, seed).verdict is Verdict.INCONCLUSIVE
