@@ -137,3 +137,39 @@ class RichProgress:
                         bars.update(task_id, advance=amount, note=note)
 
             yield _RichTask()
+
+
+class StageBar:
+    """A bar of a calibration, whose steps may turn out fewer than planned."""
+
+    def __init__(self, task: Task, total: int, prefix: str | None, num_tokens: int) -> None:
+        """Begin.
+
+        Args:
+            task: the bar.
+            total: planned steps.
+            prefix: of every note.
+            num_tokens: of the data, for whoever reports speeds.
+        """
+        self._task = task
+        self.num_tokens = num_tokens
+        self._prefix = "" if prefix is None else f"{prefix}; "
+        self._left = total
+
+    def advance(self) -> None:
+        """Go on by a step."""
+        self._left -= 1
+        self._task.advance()
+
+    def skip(self, amount: int, note: str) -> None:
+        """Go on by steps that need not be taken, and say which."""
+        self._left -= amount
+        self._task.advance(amount, note=self._prefix + note)
+
+    def note(self, text: str) -> None:
+        """Say something and stay."""
+        self._task.advance(0, note=self._prefix + text)
+
+    def finish(self) -> None:
+        """Go to the end: samples that were ended early have skipped steps that were counted."""
+        self._task.advance(self._left)

@@ -6,6 +6,7 @@ registered with torch's own `register_*_hook`, so the order of hooks stays torch
 
 from __future__ import annotations
 
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,6 +38,19 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _TOLD = ("_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 _OF_MODIFIERS: WeakSet[Callable[..., Any]] = WeakSet()
+
+
+def raised_in_hook(error: BaseException) -> bool:
+    """Say whether an error left a hook of a modifier, and not the model's own code.
+
+    Args:
+        error: caught.
+
+    Returns:
+        True where one of its frames calls such a hook.
+    """
+    calls = {hook.__code__ for hook in _OF_MODIFIERS if isinstance(hook, FunctionType)}
+    return any(frame.f_code in calls for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:

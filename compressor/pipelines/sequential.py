@@ -18,6 +18,7 @@ from torch import nn
 from compressor.data import CalibrationData
 from compressor.errors import CalibrationError, CompressorError, TracingError
 from compressor.lifecycle import EventType, Session, State
+from compressor.lifecycle.hooks import raised_in_hook
 from compressor.lifecycle.padding import check_padding, note_unread_masks
 from compressor.model.checkpoints.save import as_pretrained
 from compressor.model.folder import some
@@ -44,7 +45,7 @@ from compressor.pipelines.memory import memory_explained, return_freed_pages
 from compressor.pipelines.offload.activation_store import open_store
 from compressor.pipelines.offload.onload import OnloadedWeights, WeightsByStretch, weights_by_stretch
 from compressor.pipelines.settings import SequentialSettings, around_watched, check_base_stream, cut_at_inputs, whole_notes
-from compressor.progress import Progress, Task
+from compressor.progress import Progress, StageBar
 from compressor.tracing import Engine, Partition, Plan, Run, RunningStage, ValueStore, Watched, module_names, partition, trace
 from compressor.tracing.graph.nodes import Unrepeatable, one_line
 from compressor.tracing.targets.out_of_memory import is_out_of_memory
@@ -131,7 +132,7 @@ def _run_stages(
         # A sample enters once and passes each stage twice, to calibrate and to propagate; a twin of it enters once and passes each once.
         total = len(data.batches) * (1 + 2 * len(plan.stages) + (0 if beside is None else 1 + len(plan.stages)))
         with progress.task("calibrate", total=total) as task:
-            bar = _Bar(task, total, journal.summary, data.num_tokens)
+            bar = StageBar(task, total, journal.summary, data.num_tokens)
             uncalled = _pass_stages(session, data, settings, journal, weights, plan, beside, bar)
             bar.finish()
     return plan.partition, uncalled, called, plan.rewritten
@@ -164,7 +165,7 @@ def _pass_stages(
     weights: WeightsByStretch,
     plan: Plan,
     beside: Callable[[], AbstractContextManager[None]] | None,
-    bar: _Bar,
+    bar: StageBar,
 ) -> tuple[str, ...]:
     """Calibrate and propagate, stage by stage; return the targets that no sample has called."""
     state, num_batches = session.state, len(data.batches)
@@ -298,7 +299,7 @@ def _run_stage(
     session: Session,
     run: Run,
     stage: RunningStage,
-    bar: _Bar,
+    bar: StageBar,
     propagate_error: bool,
     journal: StageJournal,
     num_stages: int,
@@ -315,7 +316,11 @@ def _run_stage(
         stage.skip_calibration()
         bar.skip(stage.num_samples, f"forwards through {stage.name}")
     else:
-        with memory_explained(model, stage.name, "calibrated", names), _materialized(model, stage.put_off):
+        with (
+            memory_explained(model, stage.name, "calibrated", names),
+            _compressed_explained(session.state, stage),
+            _materialized(model, stage.put_off),
+        ):
             stage.calibrate()
     if not propagate_error:
         with memory_explained(model, stage.name, "propagated", names):
@@ -343,7 +348,7 @@ def _run_stage(
         only_first = is_last and not watched_elsewhere(session, names)
         with (
             memory_explained(model, stage.name, "propagated", names),
-            _compressed_explained(session.state, names),
+            _compressed_explained(session.state, stage),
             _materialized(model, () if only_first else (*stage.put_off, *stage.module_names)),  # beside the head they would be in the way
         ):
             stage.propagate(only_first=only_first)
@@ -365,17 +370,18 @@ def _materialized(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _compressed_explained(state: State, names: Sequence[str]) -> Iterator[None]:
-    """Say of what a compressed stage raises that it is compressed: its code asks for more than that its layers are called."""
+def _compressed_explained(state: State, stage: RunningStage) -> Iterator[None]:
+    """Say of what a stage raises in a forward what is compressed in it and before it: its code may ask for more than to call that."""
     try:
         yield
     except Exception as error:  # the model's own code raises what it likes
-        changed = _changed_by_modifiers(state, names)
-        if isinstance(error, CompressorError) or is_out_of_memory(error) or not changed:
+        changed = _changed_by_modifiers(state, (*sorted(stage.passed.difference(stage.module_names)), *stage.module_names))
+        if isinstance(error, CompressorError) or is_out_of_memory(error) or raised_in_hook(error) or not changed:
             raise
         raise CalibrationError(
-            f"{names[0]}: it raises {one_line(error)} now that layers in it are compressed ({some(changed)}), on a batch that it took "
-            "before; ignore those of which its code asks for more than to be called"
+            f"{stage.module_names[0] or 'the model'}: it raises {one_line(error)} now that layers are compressed ({some(changed)}); ignore "
+            "those of which its code asks for more than to be called, and change in one stage, or in on_calibration_end, what fits only "
+            "together"
         ) from error
 
 
@@ -471,28 +477,3 @@ def _send_rest(session: Session, cut: Partition, uncalled: Sequence[str]) -> Non
     rest = tuple(name for name, _ in model.named_modules() if name not in staged)
     if rest:
         session.send(EventType.SEQUENTIAL_EPOCH_END, modules=rest)
-
-
-class _Bar:
-    """A progress bar whose steps may turn out fewer than planned."""
-
-    def __init__(self, task: Task, total: int, prefix: str | None, num_tokens: int) -> None:
-        self._task = task
-        self.num_tokens = num_tokens
-        self._prefix = "" if prefix is None else f"{prefix}; "
-        self._left = total
-
-    def advance(self) -> None:
-        self._left -= 1
-        self._task.advance()
-
-    def skip(self, amount: int, note: str) -> None:
-        self._left -= amount
-        self._task.advance(amount, note=self._prefix + note)
-
-    def note(self, text: str) -> None:
-        self._task.advance(0, note=self._prefix + text)
-
-    def finish(self) -> None:
-        # Samples that were ended early have skipped steps that were counted.
-        self._task.advance(self._left)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy
 import torch
@@ -19,13 +19,15 @@ from compressor.data import CalibrationData
 from compressor.data.collate import leading_tensor
 from compressor.errors import CompressorError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, Session
+from compressor.lifecycle.hooks import raised_in_hook
 from compressor.lifecycle.interface import TRAINING_CALLBACKS
 from compressor.lifecycle.modifier import overrides
+from compressor.pipelines.forward_checks import watched_modules
 from compressor.random_state import random_numbers_kept
 from harness.lifecycle.driving.callback_actions import Actor
 from harness.lifecycle.driving.callback_recorder import Acts, Entry
 from harness.lifecycle.driving.class_values import frozen_class_values
-from harness.lifecycle.driving.compare import CallResult, Violation, failures, failures_in
+from harness.lifecycle.driving.compare import CallResult, Violation, describe, failures, failures_in
 from harness.lifecycle.driving.driver import CompressorRun, Run, apply_settings, set_times
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
@@ -34,6 +36,7 @@ from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.driving.torch_settings import EnteredModes
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings, exact
+from harness.lifecycle.stages import block_stages, watched_stages
 from harness.profiles import PROFILES, Profile
 
 MOST_BATCHES = 12
@@ -97,6 +100,8 @@ class Subject:
         has_batches: its life is one of batches, whatever it needs and is given.
         in_calibration: its life is a calibration, though it asks for none and has a start.
         keeps_originals: its runs keep the modules that they replace, as those over a model in memory do, and not those over a path.
+        in_small_stages: its calibrations stop at each module that it watches, and not at blocks.
+        watched: dotted names of the modules with its hooks, in the latest calibration by blocks.
         class_values: what the modifier's classes and their modules held before the first run.
         completed: ways of runs over copies of the model that came to their end.
     """
@@ -116,6 +121,8 @@ class Subject:
     has_batches: bool = False
     in_calibration: bool = False
     keeps_originals: bool = True
+    in_small_stages: bool = False
+    watched: Collection[str] = ()
     class_values: Mapping[str, object] = field(init=False)
     completed: set[object] = field(default_factory=set)
     _modes: EnteredModes | None = None
@@ -148,7 +155,9 @@ class Subject:
     @property
     def parts(self) -> list[tuple[str, ...]]:
         """Names of modules, in the stages in which a calibration would go through the model."""
-        return _parts(self.model)
+        if self.in_small_stages and self.watched:
+            return watched_stages(self.model, self.watched, lambda model: call(model, copy.deepcopy(self.batches[0])))
+        return block_stages(self.model)
 
     def running(self) -> str:
         """Return the callback that is running now, for the report of one that hangs."""
@@ -220,13 +229,13 @@ class Subject:
 
     @contextmanager
     def in_other_mode(self) -> Iterator[None]:
-        """Have the model in evaluation mode where it is in training mode, and the other way round, and loaded by its path, for a while."""
+        """Have the model in its other mode, training or evaluation, loaded by its path, and its stages as small as those of `oneshot`."""
         model, keeps_originals = self.model, self.keeps_originals
-        self.model, self.keeps_originals = copy.deepcopy(model).train(not model.training), not keeps_originals
+        self.model, self.keeps_originals, self.in_small_stages = copy.deepcopy(model).train(not model.training), not keeps_originals, True
         try:
             yield
         finally:
-            self.model, self.keeps_originals = model, keeps_originals
+            self.model, self.keeps_originals, self.in_small_stages = model, keeps_originals, False
 
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
         """Open a run: the modifier first, then probes, one for each further entry of the setup. Modes of earlier runs are left.
@@ -354,10 +363,27 @@ class Subject:
 
         Returns:
             The outcome.
+
+        Raises:
+            Violation: the model does not take its batches any more, for what earlier stages were changed to.
         """
         if moment == "SEQUENTIAL_EPOCH_END":
+            self.flow(checked, run, names)
+        outcome = checked.go(moment, acts, names)
+        if moment == "CALIBRATION_START" and not self.in_small_stages:
+            self.watched = watched_modules(run.session)
+        return outcome
+
+    def flow(self, checked: CheckedRun, run: CompressorRun, names: tuple[str, ...]) -> None:
+        """Have the batches run before a stage, that of these modules, which the model may not take any more."""
+        try:
             checked.forward(lambda: self.forward(run))
-        return checked.go(moment, acts, names)
+        except Exception as error:  # a model raises what it likes
+            if isinstance(error, Violation) or raised_in_hook(error) or not checked.past:
+                raise
+            text = f"before the stage of {names[0] or 'the model'} the model does not take its batches any more ({describe(error)})"
+            advice = "change in one stage, or in on_calibration_end, what fits only together"
+            raise Violation("state", f"{text}; {advice}", [describe(error)]) from error
 
     def live(self, checked: CheckedRun, run: CompressorRun, until: int | None = None, acts: Acts | None = None) -> CallResult | None:
         """Go through the life, with forwards where a calibration has them, until a failure or a number of moments.
@@ -465,13 +491,3 @@ def _steps_per_epoch(start: float, end: float) -> int | None:
     meeting = [number for number in fitting if all((exact(time) * number).denominator == 1 for time in (start, end))]
     is_whole = float(start).is_integer() and float(end).is_integer()
     return None if is_whole or not fitting else (*meeting, fitting[-1])[0]
-
-
-def _parts(model: nn.Module) -> list[tuple[str, ...]]:
-    names = [name for name, _ in model.named_modules() if name]
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    heads = [f"{lists[0]}.{number}" for number in range(len(cast(nn.ModuleList, model.get_submodule(lists[0]))))] if lists else []
-    heads = heads or [name for name, _ in model.named_children()]
-    stages = [tuple(name for name in names if name == head or name.startswith(f"{head}.")) for head in heads]
-    rest = tuple(name for name in names if not any(name in stage for stage in stages))
-    return [*stages, ("", *rest)]  # as in `oneshot`: the model itself is in no other

@@ -122,7 +122,7 @@ class Sample(greenlet):
             GreenletExit: when the forward is ended afterwards.
         """
         # Past `except Exception` in the model, which would take it for a failure of its own.
-        self.parent.throw(error)
+        self.parent.throw(type(error), error, error.__traceback__)  # else it ends where it was thrown
         raise GreenletExit
 
     def kill(self) -> None:

@@ -106,7 +106,7 @@ def _hold_stages(subject: Subject) -> None:
     for moment, names in subject.life():
         is_stage = moment == "SEQUENTIAL_EPOCH_END"
         if is_stage:
-            checked.forward(lambda: subject.forward(run))
+            subject.flow(checked, run, names)
         past = _before(order, names) if is_stage else set[str]()
         before = _tensors_of(run.model, past, names)
         if checked.go(moment, modules=names).kind == "failed":

@@ -148,6 +148,7 @@ class CheckedRun:
         on_failure: is told of a call that failed though nothing was planned; it may raise.
         flow: runs the batches, where moments come at random and a calibration is whole all the same; None where whoever drives sees to it.
         stages: names of modules of each, of such a calibration.
+        past: likewise, of those that have come.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class CheckedRun:
         self.on_failure: Callable[[CallResult, Sequence[Entry]], None] | None = None
         self.flow: Callable[[], object] | None = None
         self.stages: Sequence[tuple[str, ...]] = ()
-        self._past: list[tuple[str, ...]] = []
+        self.past: list[tuple[str, ...]] = []
         self.start = self.now = self._snapshot()
         self._process, self._code = Snapshot.of_process(), SharedCode(run.model.modules(), library=True)
         self._num_hooks_of_others = num_hooks(run.model)
@@ -192,7 +193,10 @@ class CheckedRun:
         loss = event == "LOSS_CALCULATED" if has_loss is None else has_loss
         payload = ", with a loss" * loss + f", modules={modules}" * bool(modules)
         script = self.oracle.send(event, loss, modules)
-        return self.perform(f"send({event}{payload})", lambda: self.run.send(event, loss, modules), script, acts, event)
+        outcome = self.perform(f"send({event}{payload})", lambda: self.run.send(event, loss, modules), script, acts, event)
+        if event == "SEQUENTIAL_EPOCH_END" and outcome.kind == "done":  # one that was refused for its payload has not come
+            self.past.append(modules)
+        return outcome
 
     def finalize(self, acts: Acts | None = None) -> CallResult:
         """Finalize both sides."""
@@ -206,10 +210,9 @@ class CheckedRun:
             while self._asleep:  # hooks that sleep see nothing of the batches
                 self.exit_disabled(0)
             self.forward(flow)
-            self._past.append(modules)
         elif moment == "CALIBRATION_END":
             for stage in self.stages:
-                if stage not in self._past and not self.is_over:
+                if stage not in self.past and not self.is_over:
                     self.send("SEQUENTIAL_EPOCH_END", modules=stage)
         elif moment == "FINALIZE" and not self.oracle.calibrated:
             for event in ("CALIBRATION_START", "CALIBRATION_END"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
@@ -271,6 +271,41 @@ def test_a_model_that_does_not_run_any_more_is_refused_whenever_it_was_named(pip
     data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2))
     with pytest.raises(CalibrationError, match=r"^forward: the compressed model raises RuntimeError.* on a batch that it took before"):
         run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data, pipeline, PutsInLate(ignore=("",)))
+
+
+class TakesRows(Recorder):
+    """Leaves out a row of each layer, which the next one does not take."""
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        for name in [name for name in event.modules if name in self._pending]:
+            self.remove_hooks([self._pending.pop(name)])
+            old = state.model.get_submodule(name)
+            state.replace_module(name, nn.Linear(old.in_features, old.out_features - 1))
+
+
+class RaisesBehind(Recorder):
+    """Its own hook raises, in a layer behind one that is compressed."""
+
+    def _see(self, state: State, name: str) -> Any:
+        def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if name == "1":
+                raise ZeroDivisionError
+
+        return see
+
+
+@pytest.mark.parametrize(("passes", "where"), [("one", "1"), ("two", "the model")])
+def test_what_does_not_run_behind_a_compressed_layer_names_it(passes: Literal["one", "two"], where: str) -> None:
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2))
+    with pytest.raises(CalibrationError, match=rf"^{where}: it raises RuntimeError.* now that layers are compressed \(0, 1\); ignore"):
+        run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data, "sequential", TakesRows(), settings=SequentialSettings(passes=passes))
+
+
+@pytest.mark.parametrize("settings", [SequentialSettings(passes="one"), SequentialSettings(["Linear"], engine="suspend")])
+def test_what_a_hook_raises_behind_a_compressed_layer_stays_what_it_is(settings: SequentialSettings) -> None:
+    data = load_dataset_source(torch.utils.data.DataLoader(torch.randn(6, 4), batch_size=2))
+    with pytest.raises(ZeroDivisionError):
+        run(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), data, "sequential", RaisesBehind(), settings=settings)
 
 
 class SaysWhichBatch(Recorder):

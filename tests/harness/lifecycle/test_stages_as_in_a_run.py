@@ -14,6 +14,8 @@ from compressor.lifecycle import Event, Modifier, State
 from compressor.lifecycle.interface import CalibrationNeed
 from harness import verify
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.lifecycle.machines.machine_subjects import guest_stage
+from harness.lifecycle.subject import Subject
 from harness.reporting.verdict import Verdict
 
 
@@ -138,6 +140,15 @@ def test_who_looks_up_what_its_hooks_have_seen_passes(cls: type[Scales]) -> None
     assert report.verdict is Verdict.PASS, report.to_text()
 
 
+def test_a_stage_that_was_refused_for_its_payload_comes_before_the_calibration_ends() -> None:
+    subject = Subject(ScalesAsItFinalizes(), TinyModel(8), tiny_batches(1))
+    checked = guest_stage(subject).open_run(subject.alone())
+    checked.go("INITIALIZE")
+    checked.go("CALIBRATION_START")
+    assert checked.send("SEQUENTIAL_EPOCH_END", has_loss=True, modules=subject.parts[0]).kind == "refused"
+    assert checked.go("CALIBRATION_END").kind == "done"
+
+
 def test_the_model_itself_is_in_the_last_stage() -> None:
     report = verify(ReadsFirstLetters, checks=["lifecycle.completes"])
     assert report.verdict is Verdict.REGRESSION and "IndexError" in report.records[-1].summary, report.to_text()
@@ -168,3 +179,27 @@ def test_what_is_put_in_takes_what_came_before_and_trains_as_before() -> None:
     assert "layers.0.down_proj.weight: torch.bfloat16 -> torch.float32" in half.records[-1].summary, half.to_text()
     for checks in (["lifecycle.completes"], ["lifecycle.surroundings"]):
         assert verify(PutsInItsLike, model, inputs=tiny_batches(1), checks=checks).verdict is Verdict.PASS
+
+
+class Shrinks(Scales):
+    """Takes rows off a layer and columns off the next, each in its stage: in `oneshot` they have stages of their own."""
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        for name in linears(state):
+            if name in event.modules and name.endswith("_proj"):
+                state.replace_module(name, self.smaller(name, state.model.get_submodule(name)))
+
+    def smaller(self, name: str, old: nn.Linear) -> nn.Linear:
+        rows, columns = (5, old.in_features) if name.endswith("up_proj") else (old.out_features, 5)
+        new = nn.Linear(columns, rows, bias=old.bias is not None).train(old.training).requires_grad_(old.weight.requires_grad)
+        with torch.no_grad():
+            new.weight.copy_(old.weight[:rows, :columns])
+            if old.bias is not None:
+                new.bias.copy_(old.bias[:rows])
+        return new
+
+
+def test_who_needs_two_layers_in_one_stage_is_told() -> None:
+    report = verify(Shrinks, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.completes"])
+    text = "in evaluation mode, before the stage of layers.0.down_proj the model does not take its batches any more (RuntimeError"
+    assert text in report.records[-1].summary, report.to_text()
