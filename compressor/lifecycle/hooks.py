@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from types import FunctionType, MappingProxyType
@@ -81,16 +81,17 @@ def hand_over_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 @contextmanager
-def without_modifier_hooks(model: nn.Module) -> Iterator[None]:
+def without_modifier_hooks(model: nn.Module, but: Collection[str] = ()) -> Iterator[None]:
     """Take the forward hooks of all modifiers off for the duration: for a forward that none of them is to see. Changes the tables.
 
     Args:
         model: hooks of its author stay.
+        but: dotted names of modules whose hooks stay, too.
 
     Yields:
         Nothing.
     """
-    tables = [getattr(module, table) for module in model.modules() for table in _TABLES]
+    tables = [getattr(module, table) for name, module in model.named_modules() if name not in but for table in _TABLES]
     before = [(table, OrderedDict(table)) for table in tables if table]
     asleep = [{key for key, hook in hooks.items() if isinstance(hook, FunctionType) and hook in _OF_MODIFIERS} for _, hooks in before]
     try:

@@ -12,8 +12,8 @@ from compressor.settings.kinds import LIST
 from compressor.settings.options import checked
 from harness.lifecycle.checks.registry import CHECKS
 from harness.lifecycle.driving.time_limit import TIME_LIMIT
+from harness.lifecycle.forwards import Batch
 from harness.lifecycle.report import USABLE
-from harness.lifecycle.subject import Batch
 from harness.lifecycle.verify import chosen_checks, label_of, verify
 from harness.reporting.expected import Expected, known_failures, reasons_for
 from harness.reporting.verdict import Outcome

@@ -1,54 +1,110 @@
-"""The stages in which a calibration goes through a model: its blocks, or, as in `oneshot`, what a modifier watches in them."""
+"""The stages in which a calibration goes through a model: its blocks, or those of `oneshot`, and who sees data before each."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from compressor.pipelines.settings import cut_at_inputs
+from compressor.random_state import random_numbers_kept
 from compressor.tracing import module_names, partition
+from harness.lifecycle.forwards import Batch, call
 
-Stages = list[tuple[str, ...]]
+Calls = Mapping[str, Tensor | None]
+"""The first tensor that each module is called with, by its dotted name, in the order of the calls."""
 
 
-def block_stages(model: nn.Module) -> Stages:
-    """Return the names of modules by blocks, those of the first list or else the children, and what lies in none at the end.
+@dataclass(frozen=True)
+class Stages:
+    """What a calibration stops at.
+
+    Attributes:
+        parts: dotted names of the modules of each stage; what lies in none comes last.
+        order: names of modules in the order in which a forward first calls them.
+    """
+
+    parts: list[tuple[str, ...]]
+    order: tuple[str, ...] = ()
+
+    def awake(self, names: tuple[str, ...]) -> set[str]:
+        """Name the modules whose hooks see the batches before a stage, as each sees them once.
+
+        Args:
+            names: of the modules of the stage.
+
+        Returns:
+            Those, and with the first stage what runs before it.
+        """
+        is_first, is_last = (self.parts[place] == names for place in (0, -1))
+        if is_first == is_last:
+            return set(names)
+        first = min((self.order.index(name) for name in self.parts[0] if name in self.order), default=0)
+        early = set(self.order[:first]).intersection(self.parts[-1])  # what runs before the first stage, or around it
+        return early.union(names) if is_first else set(names) - early
+
+
+def calls_of(model: nn.Module, batch: Batch) -> Calls:
+    """Run a forward and note the calls.
+
+    Args:
+        model: a copy of it runs.
+        batch: a copy of it is taken.
+
+    Returns:
+        What is called, and with what.
+    """
+    one, seen = copy.deepcopy(model), dict[str, Tensor | None]()
+    for name, module in one.named_modules():
+        module.register_forward_pre_hook(_noting(seen, name), with_kwargs=True)
+    with torch.no_grad(), random_numbers_kept():
+        call(one, copy.deepcopy(batch))
+    return seen
+
+
+def block_stages(model: nn.Module, calls: Calls) -> Stages:
+    """Return stages by blocks: those of the first list, or else the children.
 
     Args:
         model: to calibrate.
+        calls: of its forward.
 
     Returns:
-        Dotted names, of each stage those of a block and of all in it.
+        The stages.
     """
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
     heads = [f"{lists[0]}.{name}" for name, _ in model.get_submodule(lists[0]).named_children()] if lists else None
-    return _stages(model, [[head] for head in heads or [name for name, _ in model.named_children()]])
+    return _stages(model, [[head] for head in heads or [name for name, _ in model.named_children()]], calls)
 
 
-def watched_stages(model: nn.Module, watched: Collection[str], forward: Callable[[nn.Module], object]) -> Stages:
-    """Return the names of modules by what is watched, in the order of the calls, that of one input together.
+def stages_of_oneshot(model: nn.Module, watched: Collection[str], calls: Calls) -> Stages:
+    """Return the stages of a run in which layers are compressed one after another, in one pass.
 
     Args:
-        model: to calibrate; a copy of it runs.
-        watched: dotted names of the modules with hooks of a calibration.
-        forward: runs a model on a batch.
+        model: to calibrate.
+        watched: dotted names of the modules with hooks of a calibration, in the order of whose calls it stops, at those of one input once.
+        calls: of its forward.
 
     Returns:
-        Dotted names, of each stage those of its modules and of all in them; what lies in none, and what is not called, at the end.
+        The stages; by layers where nothing is watched.
     """
-    one, seen = copy.deepcopy(model), dict[str, Tensor | None]()
-    for name, module in cut_at_inputs(one, watched, partition(one, None)).targets.items():
-        module.register_forward_pre_hook(_noting(seen, name), with_kwargs=True)
-    with torch.no_grad():
-        forward(one)
-    groups: dict[int, list[str]] = {}
-    for name, tensor in seen.items():  # which holds the tensors, so that no other has their identity
-        groups.setdefault(id(tensor), []).append(name)
-    return _stages(model, groups.values())
+    layers = partition(model, None)
+    if not watched:
+        return _stages(model, [[name] for name in layers.targets], calls)
+    targets, groups = cut_at_inputs(model, watched, layers).targets, dict[int, list[str]]()
+    for name, tensor in calls.items():  # which holds the tensors, so that no other has their identity
+        if name in targets:
+            groups.setdefault(id(tensor), []).append(name)
+    return _stages(model, groups.values(), calls)
+
+
+def whole(model: nn.Module) -> Stages:
+    """Return the one stage of a run in which all is compressed at once."""
+    return Stages([module_names(model, "")])
 
 
 def _noting(seen: dict[str, Tensor | None], name: str) -> Callable[..., None]:
@@ -58,8 +114,8 @@ def _noting(seen: dict[str, Tensor | None], name: str) -> Callable[..., None]:
     return hook
 
 
-def _stages(model: nn.Module, groups: Iterable[Iterable[str]]) -> Stages:
-    stages = [tuple(name for head in group for name in module_names(model, head)) for group in groups]
-    staged = {name for stage in stages for name in stage}
+def _stages(model: nn.Module, groups: Iterable[Iterable[str]], calls: Calls) -> Stages:
+    parts = [tuple(name for head in group for name in module_names(model, head)) for group in groups]
+    staged = {name for part in parts for name in part}
     rest = tuple(name for name, _ in model.named_modules() if name not in staged)
-    return [*stages, rest] if rest else stages
+    return Stages([*parts, rest] if rest else parts, tuple(calls))

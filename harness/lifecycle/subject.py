@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from compressor.data import CalibrationData
 from compressor.data.collate import leading_tensor
 from compressor.errors import CompressorError, RecipeError, TargetError
 from compressor.lifecycle import Modifier, Session
-from compressor.lifecycle.hooks import raised_in_hook
+from compressor.lifecycle.hooks import raised_in_hook, without_modifier_hooks
 from compressor.lifecycle.interface import TRAINING_CALLBACKS
 from compressor.lifecycle.modifier import overrides
 from compressor.pipelines.forward_checks import watched_modules
@@ -34,9 +33,10 @@ from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
 from harness.lifecycle.driving.snapshot import Allowed, Snapshot
 from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.driving.torch_settings import EnteredModes
+from harness.lifecycle.forwards import Batch, call, gradients
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings, exact
-from harness.lifecycle.stages import block_stages, watched_stages
+from harness.lifecycle.stages import Stages, block_stages, calls_of, stages_of_oneshot, whole
 from harness.profiles import PROFILES, Profile
 
 MOST_BATCHES = 12
@@ -46,7 +46,6 @@ _LAST_END = MOST_BATCHES - 2
 
 _OF_A_MODEL = ("module", "tensor", "attribute", "training", "requires_grad", "grad")
 _CALIBRATION_CALLBACKS = ("on_calibration_start", "on_sequential_epoch_end", "on_calibration_end")
-Batch = Tensor | tuple[Any, ...] | dict[str, Any]
 
 
 class NothingToCheckError(Exception):
@@ -100,7 +99,7 @@ class Subject:
         has_batches: its life is one of batches, whatever it needs and is given.
         in_calibration: its life is a calibration, though it asks for none and has a start.
         keeps_originals: its runs keep the modules that they replace, as those over a model in memory do, and not those over a path.
-        in_small_stages: its calibrations stop at each module that it watches, and not at blocks.
+        as_oneshot: its calibrations have the stages that `oneshot` makes for it alone, and not blocks.
         watched: dotted names of the modules with its hooks, in the latest calibration by blocks.
         class_values: what the modifier's classes and their modules held before the first run.
         completed: ways of runs over copies of the model that came to their end.
@@ -121,11 +120,12 @@ class Subject:
     has_batches: bool = False
     in_calibration: bool = False
     keeps_originals: bool = True
-    in_small_stages: bool = False
+    as_oneshot: bool = False
     watched: Collection[str] = ()
     class_values: Mapping[str, object] = field(init=False)
     completed: set[object] = field(default_factory=set)
     _modes: EnteredModes | None = None
+    _stages: tuple[object, Stages] | None = None
     _written: tuple[nn.Module, set[tuple[str, str]]] | None = None
 
     def __post_init__(self) -> None:
@@ -136,6 +136,12 @@ class Subject:
     def label(self) -> str:
         """The name in reports."""
         return type(self.template).__name__
+
+    @property
+    def can_be_named(self) -> bool:
+        """True when a recipe, or another process, finds its class where it says that it is."""
+        cls = type(self.template)
+        return "<locals>" not in cls.__qualname__ and cls.__module__ != "__main__" and cls.__module__ in sys.modules
 
     @property
     def trains(self) -> bool:
@@ -155,9 +161,20 @@ class Subject:
     @property
     def parts(self) -> list[tuple[str, ...]]:
         """Names of modules, in the stages in which a calibration would go through the model."""
-        if self.in_small_stages and self.watched:
-            return watched_stages(self.model, self.watched, lambda model: call(model, copy.deepcopy(self.batches[0])))
-        return block_stages(self.model)
+        return self.stages.parts
+
+    @property
+    def stages(self) -> Stages:
+        """In which a calibration would go through the model, whole blocks or those of `oneshot`."""
+        way = (self.model, self.as_oneshot, self.watched)
+        if self._stages is None or self._stages[0] != way:
+            if self.as_oneshot and self.template.calibration_need != "sequential":
+                found = whole(self.model)
+            else:
+                calls = calls_of(self.model, self.batches[0])
+                found = stages_of_oneshot(self.model, self.watched, calls) if self.as_oneshot else block_stages(self.model, calls)
+            self._stages = way, found
+        return self._stages[1]
 
     def running(self) -> str:
         """Return the callback that is running now, for the report of one that hangs."""
@@ -229,13 +246,13 @@ class Subject:
 
     @contextmanager
     def in_other_mode(self) -> Iterator[None]:
-        """Have the model in its other mode, training or evaluation, loaded by its path, and its stages as small as those of `oneshot`."""
+        """Have the model in its other mode, training or evaluation, loaded by its path, and the stages that `oneshot` makes."""
         model, keeps_originals = self.model, self.keeps_originals
-        self.model, self.keeps_originals, self.in_small_stages = copy.deepcopy(model).train(not model.training), not keeps_originals, True
+        self.model, self.keeps_originals, self.as_oneshot = copy.deepcopy(model).train(not model.training), not keeps_originals, True
         try:
             yield
         finally:
-            self.model, self.keeps_originals, self.in_small_stages = model, keeps_originals, False
+            self.model, self.keeps_originals, self.as_oneshot = model, keeps_originals, False
 
     def open(self, setup: Setup | None = None, model: nn.Module | None = None) -> CompressorRun:
         """Open a run: the modifier first, then probes, one for each further entry of the setup. Modes of earlier runs are left.
@@ -370,20 +387,24 @@ class Subject:
         if moment == "SEQUENTIAL_EPOCH_END":
             self.flow(checked, run, names)
         outcome = checked.go(moment, acts, names)
-        if moment == "CALIBRATION_START" and not self.in_small_stages:
+        if moment == "CALIBRATION_START" and not self.as_oneshot:
             self.watched = watched_modules(run.session)
         return outcome
 
     def flow(self, checked: CheckedRun, run: CompressorRun, names: tuple[str, ...]) -> None:
         """Have the batches run before a stage, that of these modules, which the model may not take any more."""
         try:
-            checked.forward(lambda: self.forward(run))
+            checked.forward(lambda: self._flow_past(run, names))
         except Exception as error:  # a model raises what it likes
             if isinstance(error, Violation) or raised_in_hook(error) or not checked.past:
                 raise
             text = f"before the stage of {names[0] or 'the model'} the model does not take its batches any more ({describe(error)})"
             advice = "change in one stage, or in on_calibration_end, what fits only together"
             raise Violation("state", f"{text}; {advice}", [describe(error)]) from error
+
+    def _flow_past(self, run: CompressorRun, names: tuple[str, ...]) -> None:
+        with without_modifier_hooks(run.model, but=self.stages.awake(names)):
+            self.forward(run)
 
     def live(self, checked: CheckedRun, run: CompressorRun, until: int | None = None, acts: Acts | None = None) -> CallResult | None:
         """Go through the life, with forwards where a calibration has them, until a failure or a number of moments.
@@ -437,31 +458,6 @@ def entered(run: Run, number: int, is_base: bool) -> Iterator[None]:
         finally:
             run.state.leave_batch()
             run.state.base_stream = False
-
-
-def call(model: nn.Module, batch: Batch) -> Any:
-    """Run a model on a batch: keyword arguments for a dict, positional ones for a tuple, one for a tensor."""
-    if isinstance(batch, dict):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple) else model(batch)
-
-
-def gradients(model: nn.Module, output: object) -> list[Tensor | None]:
-    """Return what a backward from the sum of all that came out leaves on the parameters that want a gradient; theirs are put back."""
-    ends = [leaf.sum() for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not ends or not wanted:
-        return []
-    kept = [parameter.grad for parameter in wanted]
-    for parameter, grad in zip(wanted, kept, strict=True):  # where one lies already, a training adds to it
-        parameter.grad = None if grad is None else grad.clone()
-    try:
-        # As a training does: `torch.autograd.grad` shows hooks no gradient of a parameter that has been reached before.
-        torch.autograd.backward(ends)
-        return [parameter.grad for parameter in wanted]
-    finally:
-        for parameter, grad in zip(wanted, kept, strict=True):
-            parameter.grad = grad
 
 
 def move_random_numbers() -> None:

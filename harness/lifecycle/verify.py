@@ -22,9 +22,10 @@ from harness.lifecycle.driving.class_values import class_values_kept
 from harness.lifecycle.driving.compare import describe
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.lifecycle.driving.time_limit import TIME_LIMIT, Stopwatch, TimeLimitError, run_limited
+from harness.lifecycle.forwards import Batch, call
 from harness.lifecycle.process_state import process_kept
 from harness.lifecycle.report import USABLE, VerifyReport
-from harness.lifecycle.subject import Batch, Subject, call
+from harness.lifecycle.subject import Subject
 from harness.lifecycle.template import UnusableError, make_template, read_tags
 from harness.profiles import PROFILES, active_profile
 from harness.reporting.expected import Expected, expect, known_failures, reasons_for

@@ -85,7 +85,7 @@ def new_process(subject: Subject) -> str:
     cls = type(subject.template)
     if not subject.is_tiny or subject.session_class is not Session:
         raise NothingToCheckError("another process has neither the model nor the session that were given")
-    if "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
+    if not subject.can_be_named:
         raise NothingToCheckError(f"{cls.__qualname__} is defined where another process cannot find it; move it into a module")
     try:
         own = subject.fresh()

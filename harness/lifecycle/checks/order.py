@@ -18,9 +18,10 @@ from harness.lifecycle.driving.compare import Violation, describe, failures, fai
 from harness.lifecycle.driving.driver import CompressorRun
 from harness.lifecycle.driving.oracle_run import CheckedRun
 from harness.lifecycle.driving.snapshot import freeze, num_hooks
+from harness.lifecycle.forwards import call
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, MOMENTS, Settings
-from harness.lifecycle.subject import NothingToCheckError, Subject, call
+from harness.lifecycle.subject import NothingToCheckError, Subject
 
 # Times for check 48: whole and fractional, from the first batch, with and without an end, with an update interval; the last two are over
 # before the first batch, and between two batches.
@@ -102,7 +103,7 @@ def _hold_stages(subject: Subject) -> None:
     if subject.trains:
         return  # a training has none
     run = subject.open()
-    checked, order = subject.check(run), _order_of_calls(subject)
+    checked, order = subject.check(run), subject.stages.order
     for moment, names in subject.life():
         is_stage = moment == "SEQUENTIAL_EPOCH_END"
         if is_stage:
@@ -115,16 +116,6 @@ def _hold_stages(subject: Subject) -> None:
         if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
             what = f"{changed[0]} was changed as {names[0] or 'the model'} was compressed, which is not in it"
             raise Violation("state", f"{what}: others have learnt from what it was; change only what event.modules names", changed)
-
-
-def _order_of_calls(subject: Subject) -> list[str]:
-    """Names of modules, in the order in which a forward first calls them."""
-    model, called = copy.deepcopy(subject.model), dict[str, None]()
-    for name, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *seen, name=name: called.setdefault(name))
-    with torch.no_grad(), random_numbers_kept():
-        call(model, copy.deepcopy(subject.batches[0]))
-    return list(called)
 
 
 def _before(order: Sequence[str], names: Collection[str]) -> set[str]:

@@ -40,7 +40,7 @@ def recipe_round_trip(subject: Subject) -> str:
         Violation: what is read is not what was written, or a misspelt setting is accepted.
     """
     cls = type(subject.template)
-    if "<locals>" in cls.__qualname__ or cls.__module__ == "__main__":
+    if not subject.can_be_named:
         raise NothingToCheckError(f"{cls.__qualname__} is defined where a recipe cannot name it; move it into a module")
     _round_trip([subject.fresh()])
     timed = _timed(subject)

@@ -20,7 +20,8 @@ from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differences
 from harness.lifecycle.driving.probes import masked_batch, tiny_batches
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze, num_hooks
-from harness.lifecycle.subject import Batch, Subject, begin_random_numbers, call, gradients
+from harness.lifecycle.forwards import Batch, call, gradients
+from harness.lifecycle.subject import Subject, begin_random_numbers
 from harness.lifecycle.witness import Witness, flowing, strides
 
 # A hook may wait for its second call, or for its fifth: these many batches, in evaluation and in training mode.

@@ -62,7 +62,8 @@ def _owners(modifier: Modifier) -> list[tuple[str, Any]]:
     recorded, *own = recorded_class(type(modifier)).__mro__
     classes = [cls for cls in own if cls.__module__.partition(".")[0] not in _FOREIGN]
     files = dict.fromkeys(cls.__module__ for cls in classes if issubclass(cls, Modifier) and cls is not Modifier)
-    return [("type(self)", recorded), *((cls.__qualname__, cls) for cls in classes), *((name, sys.modules[name]) for name in files)]
+    loaded = [(name, sys.modules[name]) for name in files if name in sys.modules]  # a file may be run without being put there
+    return [("type(self)", recorded), *((cls.__qualname__, cls) for cls in classes), *loaded]
 
 
 def _values(owner: Any) -> dict[str, object]:

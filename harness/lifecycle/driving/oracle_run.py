@@ -146,7 +146,8 @@ class CheckedRun:
     Attributes:
         compares_all: False leaves the model and its surroundings uncompared, for a way that has been gone before.
         on_failure: is told of a call that failed though nothing was planned; it may raise.
-        flow: runs the batches, where moments come at random and a calibration is whole all the same; None where whoever drives sees to it.
+        flow: runs the batches before a stage, where moments come at random and a calibration is whole all the same; None where who drives
+            sees to it.
         stages: names of modules of each, of such a calibration.
         past: likewise, of those that have come.
     """
@@ -169,7 +170,7 @@ class CheckedRun:
         self.clauses = clauses
         self.compares_all = True
         self.on_failure: Callable[[CallResult, Sequence[Entry]], None] | None = None
-        self.flow: Callable[[], object] | None = None
+        self.flow: Callable[[tuple[str, ...]], object] | None = None
         self.stages: Sequence[tuple[str, ...]] = ()
         self.past: list[tuple[str, ...]] = []
         self.start = self.now = self._snapshot()
@@ -188,9 +189,11 @@ class CheckedRun:
 
     def send(self, event: str, acts: Acts | None = None, has_loss: bool | None = None, modules: tuple[str, ...] = ()) -> CallResult:
         """Send an event to both sides; with a loss where one belongs to it, unless said otherwise."""
-        if self.flow is not None and self.oracle.allows(event):
-            self._lead_to(event, self.flow, modules)
         loss = event == "LOSS_CALCULATED" if has_loss is None else has_loss
+        if self.flow is not None and self.oracle.allows(event) and loss == (event == "LOSS_CALCULATED"):
+            if event == "SEQUENTIAL_EPOCH_END":  # a calibration goes through each once, in their order
+                modules = next((stage for stage in self.stages if stage not in self.past), modules)
+            self._lead_to(event, self.flow, modules)
         payload = ", with a loss" * loss + f", modules={modules}" * bool(modules)
         script = self.oracle.send(event, loss, modules)
         outcome = self.perform(f"send({event}{payload})", lambda: self.run.send(event, loss, modules), script, acts, event)
@@ -204,12 +207,12 @@ class CheckedRun:
             self._lead_to("FINALIZE", self.flow)
         return self.perform("finalize()", self.run.finalize, self.oracle.finalize(), acts, "FINALIZE")
 
-    def _lead_to(self, moment: str, flow: Callable[[], object], modules: tuple[str, ...] = ()) -> None:
+    def _lead_to(self, moment: str, flow: Callable[[tuple[str, ...]], object], modules: tuple[str, ...] = ()) -> None:
         """Have batches run before a stage, every stage before the end of the calibration, and the calibration before the end of the run."""
         if moment == "SEQUENTIAL_EPOCH_END":
             while self._asleep:  # hooks that sleep see nothing of the batches
                 self.exit_disabled(0)
-            self.forward(flow)
+            flow(modules)
         elif moment == "CALIBRATION_END":
             for stage in self.stages:
                 if stage not in self.past and not self.is_over:

@@ -59,7 +59,7 @@ def guest_stage(subject: Subject) -> Stage:
         checked = subject.check(run)
         checked.on_failure = None  # a modifier may refuse much of what is drawn
         if subject.template.calibration_need != "none":
-            checked.flow, checked.stages = partial(subject.forward, run), subject.parts
+            checked.flow, checked.stages = partial(subject.flow, checked, run), subject.parts
         return checked
 
     return Stage(open_run, subject.forward, strategies.GUEST_STEPS, subject.parts, subject.stopwatch)

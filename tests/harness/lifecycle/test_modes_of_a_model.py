@@ -12,6 +12,7 @@ from pydantic import PrivateAttr
 from torch import Tensor, nn
 
 from compressor.lifecycle import Event, Modifier, State
+from compressor.lifecycle.interface import CalibrationNeed
 from harness import verify
 from harness.lifecycle.driving.probes import TinyModel, tiny_batches
 from harness.reporting.verdict import Verdict
@@ -58,6 +59,8 @@ class WatchesTooMuch(ActsInOneMode):
 
 class EarlierLayer(ActsInOneMode):
     """Changes the first layer as the second is compressed."""
+
+    calibration: ClassVar[CalibrationNeed] = "sequential"
 
     def on_calibration_end(self, state: State, event: Event) -> None:
         pass

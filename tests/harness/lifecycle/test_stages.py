@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 from compressor import oneshot
 from compressor.lifecycle import Event, Modifier, State
 from compressor.lifecycle.interface import CalibrationNeed
-from harness.lifecycle.stages import block_stages, watched_stages
+from harness.lifecycle.stages import block_stages, calls_of, stages_of_oneshot
 from tests import tiny
 
 IDS = torch.randint(0, 60, (4, 6), generator=torch.Generator().manual_seed(0))
@@ -43,6 +44,14 @@ class Notes(Modifier):
         state.model.get_submodule(name).weight.data.mul_(2)
 
 
+def of_oneshot(model: nn.Module, names: Sequence[str]) -> list[tuple[str, ...]]:
+    return stages_of_oneshot(model, names, calls_of(model, IDS)).parts
+
+
+def blocks(model: nn.Module) -> list[tuple[str, ...]]:
+    return block_stages(model, {}).parts
+
+
 def watched(model: nn.Module, pattern: str) -> list[str]:
     return [name for name, _ in model.named_modules() if name and re.fullmatch(pattern, name)]
 
@@ -51,20 +60,21 @@ def watched(model: nn.Module, pattern: str) -> list[str]:
 @pytest.mark.parametrize("pattern", [r".*(proj|fc\d|c_attn|c_fc|dense|query|key)", r".*layers?\.\d|.*h\.\d", r".*(norm|ln_1|LayerNorm)"])
 def test_what_is_watched_makes_the_stages_of_oneshot(family: str, pattern: str) -> None:
     model = getattr(tiny, family)()
-    expected = watched_stages(model, watched(model, pattern), lambda one: one(IDS))
+    expected = of_oneshot(model, watched(model, pattern))
     notes = Notes(pattern=pattern)
     oneshot(model, recipe=[notes], dataset=IDS)
     assert expected == notes._seen and len(expected) > 1
 
 
 def test_blocks_are_those_of_the_first_list_or_the_children() -> None:
-    assert [stage[0] for stage in block_stages(tiny.llama())] == ["model.layers.0", "model.layers.1", ""]
+    assert [stage[0] for stage in blocks(tiny.llama())] == ["model.layers.0", "model.layers.1", ""]
     layer = nn.Linear(2, 2)
-    assert block_stages(nn.Sequential(layer, nn.ReLU(), layer)) == [("0",), ("1",), ("",)]
-    assert block_stages(nn.ModuleDict({"none": nn.ModuleList(), "one": layer})) == [("none",), ("one",), ("",)]
+    assert blocks(nn.Sequential(layer, nn.ReLU(), layer)) == [("0",), ("1",), ("",)]
+    assert blocks(nn.ModuleDict({"none": nn.ModuleList(), "one": layer})) == [("none",), ("one",), ("",)]
+    assert blocks(nn.ModuleDict({"none": nn.ModuleList(), "some": nn.ModuleList([layer])}))[0] == ("some.0",)
 
 
 def test_what_holds_something_else_that_is_watched_is_one_stage() -> None:
     model = tiny.llama()
     names = tuple(name for name, _ in model.named_modules())
-    assert watched_stages(model, names, lambda one: one(IDS)) == [names]
+    assert of_oneshot(model, names) == [names]

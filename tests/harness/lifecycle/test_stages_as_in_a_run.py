@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import pytest
@@ -131,7 +132,36 @@ class PutsInItsLike(PutsIn):
         state.replace_module(self.name, copy.deepcopy(state.model.get_submodule(self.name)))
 
 
-@pytest.mark.parametrize("cls", [Scales, ScalesAtTheEnd, ScalesAsItFinalizes])
+class TakesAllSeen(Scales):
+    """Compresses what its hooks have seen since the last stage: of later layers they see nothing before."""
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        for name in list(self._most):
+            state.model.get_submodule(name).weight.data.mul_(1 / (1 + self._most.pop(name)))
+
+
+class CountsBatches(Scales):
+    """Of each layer as many are seen before its stage, those of what runs before all stages among them."""
+
+    _counts: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        super().on_calibration_start(state, event)
+        self.register_hook(state.model.embed_tokens, self._see("embed_tokens"), "forward")
+
+    def _see(self, name: str) -> Any:
+        return lambda module, args, output: self._counts.update({name: self._counts.get(name, 0) + 1})
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        if {self._counts.get(name) for name in linears(state) if name in event.modules} - {self._counts["embed_tokens"]}:
+            raise ArithmeticError
+
+    def on_calibration_end(self, state: State, event: Event) -> None:
+        super().on_calibration_end(state, event)
+        self._counts = {}
+
+
+@pytest.mark.parametrize("cls", [Scales, ScalesAtTheEnd, ScalesAsItFinalizes, TakesAllSeen, CountsBatches])
 def test_who_looks_up_what_its_hooks_have_seen_passes(cls: type[Scales]) -> None:
     checks = [
         f"lifecycle.{name}" for name in ("completes", "illegal_calls", "nothing_left", "nested_contexts", "rolls_back", "state_machine")
@@ -146,7 +176,55 @@ def test_a_stage_that_was_refused_for_its_payload_comes_before_the_calibration_e
     checked.go("INITIALIZE")
     checked.go("CALIBRATION_START")
     assert checked.send("SEQUENTIAL_EPOCH_END", has_loss=True, modules=subject.parts[0]).kind == "refused"
+    assert checked.send("SEQUENTIAL_EPOCH_END", modules=subject.parts[1]).kind == "done"
+    assert checked.past == subject.parts[:1]  # the one that is next, and no other
     assert checked.go("CALIBRATION_END").kind == "done"
+
+
+class WatchesInTraining(Scales):
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        if state.model.training:
+            super().on_calibration_start(state, event)
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        pass
+
+
+def test_what_is_watched_in_the_other_look_changes_no_stages_of_it() -> None:
+    subject = Subject(WatchesInTraining(), TinyModel(8).eval(), tiny_batches(1))
+    for look in (nullcontext(), subject.in_other_mode()):
+        with look:
+            run = subject.open()
+            subject.live(subject.check(run), run)
+            assert not subject.watched
+
+
+@pytest.mark.parametrize("cls", [TakesAllSeen, CountsBatches])
+def test_who_relies_on_one_layer_after_another_passes(cls: type[Scales]) -> None:
+    report = verify(cls, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.completes", "lifecycle.rolls_back"])
+    assert report.verdict is Verdict.PASS, report.to_text()
+
+
+class OneStageOrMore(Scales):
+    """Takes for granted that a stage is a part of the model, as it is where layers are compressed one after another."""
+
+    calibration: ClassVar[CalibrationNeed] = "basic"
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        if set(linears(state)) <= set(event.modules):
+            raise LookupError
+
+
+def test_who_asks_for_whole_forwards_gets_one_stage() -> None:
+    report = verify(OneStageOrMore, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.completes"])
+    assert "LookupError" in report.records[-1].summary and "in evaluation mode" in report.records[-1].summary, report.to_text()
+
+
+def test_a_model_that_draws_in_its_other_mode_is_no_modifiers_fault() -> None:
+    model = TinyModel(8).eval()
+    model.norm = nn.Sequential(model.norm, nn.Dropout())
+    report = verify(Scales, model, inputs=tiny_batches(1), checks=["lifecycle.completes", "lifecycle.claims"])
+    assert report.verdict is Verdict.PASS, report.to_text()
 
 
 def test_the_model_itself_is_in_the_last_stage() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +113,14 @@ def test_what_was_not_finite_before_is_not_the_modifiers() -> None:
     model = TinyModel(8)
     model.register_buffer("mask", torch.full((2,), float("-inf")))
     assert look(LeavesNaN(value=2.0), "finite", model=model, inputs=tiny_batches(1)).outcome is Outcome.PASS
+
+
+def test_a_class_whose_file_no_import_finds_is_verified(tmp_path: Path) -> None:
+    path = tmp_path / "of_nowhere.py"
+    path.write_text("from compressor import Modifier\nclass Nothing(Modifier):\n    def on_initialize(self, state):\n        return True\n")
+    spec = importlib.util.spec_from_file_location("of_nowhere", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    report = harness.verify(module.Nothing, checks=["lifecycle.completes", "lifecycle.recipe", "lifecycle.new_process"])
+    assert [record.outcome for record in report.records[1:]] == [Outcome.PASS, Outcome.SKIP, Outcome.SKIP], report.to_text()
