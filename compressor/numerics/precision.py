@@ -29,9 +29,10 @@ def float32_precisions() -> tuple[str, ...]:
 def set_float32_precisions(precisions: tuple[str, ...]) -> None:
     """Put back what `float32_precisions` gave. Changes settings of the process."""
     of_place = dict(zip(_PLACES, precisions, strict=True))
-    older = {_OLDER_NAMES[of_place[backend, "matmul"]] for backend in ("cuda", "mkldnn")}
-    if len(older) == 1:  # the older setting, over both, has a memory of its own
-        torch.set_float32_matmul_precision(older.pop())
+    # The older settings, over two places each, have memories of their own, and can be read only where the places agree with those.
+    on_cuda, on_cpu = (of_place[backend, "matmul"] for backend in ("cuda", "mkldnn"))
+    torch.set_float32_matmul_precision(_OLDER_NAMES["bf16" if (on_cuda, on_cpu) == ("tf32", "bf16") else on_cuda])
+    torch._C._set_cudnn_allow_tf32("tf32" in (of_place["cuda", "conv"], of_place["cuda", "rnn"]))
     for place, precision in of_place.items():
         for value in ("none", precision):  # none: a place goes on following what is set for all
             if _at(place) != precision:
@@ -82,6 +83,14 @@ _BY_NAME = {
     "torch.backends.mkldnn.deterministic": ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
     "torch.backends.nnpack": ("_get_nnpack_enabled", "_set_nnpack_enabled"),
 }
+
+
+def _cudnn_benchmark_limit() -> int | None:
+    """Without CUDA torch has no function for it, and a plain attribute in its place."""
+    limit: int | None = torch.backends.cudnn.benchmark_limit
+    return limit
+
+
 KERNEL_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = MappingProxyType(
     {
         **{name: (getattr(_C, ask), getattr(_C, put)) for name, (ask, put) in _BY_NAME.items() if hasattr(_C, ask) and hasattr(_C, put)},
@@ -93,6 +102,7 @@ KERNEL_SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = 
             _C._get_cublas_allow_bf16_reduced_precision_reduction,
             partial(setattr, _matmul, "allow_bf16_reduced_precision_reduction"),
         ),
+        "torch.backends.cudnn.benchmark_limit": (_cudnn_benchmark_limit, partial(setattr, torch.backends.cudnn, "benchmark_limit")),
         "fast path of attention": (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
     }
 )

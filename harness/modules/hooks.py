@@ -6,7 +6,8 @@ done without gradients: a full backward hook of the module's own puts views in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, get_args
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from harness.modules.subject import ForwardKind, Hooks, Kind, ModuleCheck, NotApplicableError, Subject, collect, run, untouched
+from harness.modules.subject import ForwardKind, Hooks, Kind, ModuleCheck, NotApplicableError, Owner, Subject, collect, run, untouched
 
 CHECKS: list[ModuleCheck] = []
 _check = collect(CHECKS)
@@ -25,10 +26,27 @@ _OPTIONS: dict[Kind, tuple[str, ...]] = {
     "full_backward_pre": ("", "prepend"),
     "full_backward": ("", "prepend"),
 }
+_OWNERS: tuple[Owner, ...] = ("own", "global")
+_Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+_Lone = tuple[ForwardKind, Owner, tuple[str, ...]]
+_BOTH = ("with_kwargs", "always_call")
+# Hooks that are looked at alone, and the options that are on together; torch's global pre-hooks have none.
+_LONE: tuple[_Lone, ...] = (
+    ("forward_pre", "own", ()),
+    ("forward_pre", "own", ("with_kwargs",)),
+    ("forward_pre", "global", ()),
+    *(("forward", whose, options) for whose in _OWNERS for options in ((), ("with_kwargs",), ("always_call",), _BOTH)),
+)
+# When forward raises, torch hands a global one no keyword inputs, even if it asks for them.
+_LONE_IN_FAILURE = tuple(lone for lone in _LONE if lone[0] == "forward" and lone[1:] != ("global", _BOTH))
 
 
 class _PlannedError(NotImplementedError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError):
     """What a watched forward raises on purpose: whoever swallows one kind of error swallows it."""
+
+
+class _OtherError(Exception):
+    """What one raises that is of no such kind."""
 
 
 @_check("module.forward_hook_order")
@@ -49,10 +67,10 @@ def _alone(subject: Subject, kind: Kind, call: Callable[[], object]) -> list[str
     Global backward hooks are left out: with them torch refuses every child that works in place.
     """
     findings = []
-    for whose in ("own", "global")[: 1 if kind in _BACKWARD else 2]:
+    for whose in _OWNERS[: 1 if kind in _BACKWARD else 2]:
         log: list[str] = []
         with subject.hooks() as hooks:
-            (hooks.own if whose == "own" else hooks.everywhere)(kind, _note(log, "it"))
+            hooks.register(whose, kind, _note(log, "it"))
             call()
         findings += [] if log == ["it"] else [f"a single {kind} hook, {whose}, ran {len(log)} times in a call"]
     return findings
@@ -99,7 +117,7 @@ def _backward_hooks(subject: Subject) -> list[str]:
 
 @_check("module.input_replacement")
 def _input_replacement(subject: Subject) -> list[str]:
-    """What a pre-hook returns, as a tuple or as one value, goes to the next pre-hook and to forward."""
+    """What a pre-hook returns, as a tuple or as one value, goes to the next pre-hook, to forward and to the forward hooks."""
     first = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), subject.in_order())
     second = tree_map_only(Tensor, torch.clone, first)
     got: dict[str, tuple[Any, ...]] = {}
@@ -111,8 +129,9 @@ def _input_replacement(subject: Subject) -> list[str]:
     with subject.watched_forward(lambda args, kwargs: got.update(forward=args)), subject.hooks() as hooks:
         hooks.own("forward_pre", lambda module, args: first)
         hooks.own("forward_pre", replace_again)
+        hooks.own("forward", lambda module, args, output: got.update({"the forward hook": args}))
         run(subject.module, subject.in_order(), {})
-    expected = {"the second pre-hook": first, "forward": second}
+    expected = {"the second pre-hook": first, "forward": second, "the forward hook": second}
     return [f"{who} did not get what the pre-hook before it returned" for who, what in expected.items() if not _same(got.get(who), what)]
 
 
@@ -140,34 +159,100 @@ def _output_replacement(subject: Subject) -> list[str]:
 
 @_check("module.hooks_with_kwargs")
 def _hooks_with_kwargs(subject: Subject) -> list[str]:
-    """Keyword inputs go to the hooks that ask for them, to no others, and a pre-hook may replace them."""
+    """A hook, alone too, gets what its options ask for and no keyword inputs else; a pre-hook with_kwargs may replace all inputs."""
+    findings = []
+    for inputs in _ways(subject):
+        findings += _lone_hooks(subject, inputs, _LONE)
+        findings += _replaced(subject, *inputs())
+    try:
+        return findings + _by_name(subject)
+    except NotApplicableError as reason:
+        subject.not_seen.append(f"keyword inputs were not looked at: {reason}")
+        return findings
+
+
+def _ways(subject: Subject) -> list[Callable[[], _Inputs]]:
+    """The inputs as given; and by name where they are given in order, or in order where they are given by name."""
+
+    def otherwise() -> _Inputs:
+        return ((), subject.by_keyword()) if subject.given[0] else (subject.in_order(), {})
+
+    with suppress(NotApplicableError):
+        otherwise()
+        return [subject.inputs, otherwise]
+    return [subject.inputs]
+
+
+def _lone_hooks(subject: Subject, inputs: Callable[[], _Inputs], hooks: Sequence[_Lone], forward_fails: bool = False) -> list[str]:
+    """Name the hooks that, each alone, do not run as torch runs them."""
+    how = "when forward raises" if forward_fails else "in a call"
+    return [
+        f"a single {kind} hook, {whose}, {' and '.join(options) or 'without options'}, does not get what torch hands it {how}"
+        for kind, whose, options in hooks
+        if not _runs_as_of_torch(subject, inputs(), (kind, whose, options), forward_fails)
+    ]
+
+
+def _runs_as_of_torch(subject: Subject, inputs: _Inputs, lone: _Lone, forward_fails: bool) -> bool:
+    """Whether a hook that is alone runs once, with the inputs of forward as far as it asks for them, and with its output; or not at all."""
+    kind, whose, options = lone
+    got: list[_Inputs] = []
+    seen: list[tuple[Any, ...]] = []
+    output = None
+
+    def watch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        got.append((args, kwargs))
+        if forward_fails:
+            raise _OtherError("planned by the harness")
+
+    with torch.no_grad(), subject.watched_forward(watch), subject.hooks() as hooks, suppress(_OtherError):
+        hooks.register(whose, kind, lambda module, *handed: seen.append(handed), **dict.fromkeys(options, True))
+        output = run(subject.module, *inputs)
+    if not got or (forward_fails and "always_call" not in options):
+        return not seen
+    args, kwargs = got[0]
+    expected = (args, *([kwargs] if "with_kwargs" in options else []), *([output] if kind == "forward" else []))
+    # Hooks that the module came with stand between a global one and the last that it gets, or give an output where forward fails.
+    between = subject.module._forward_pre_hooks if kind == "forward_pre" else subject.module._forward_hooks
+    end = -1 if between and (forward_fails or whose == "global") else None
+    return len(seen) == 1 and _same(_plain(seen[0][:end]), _plain(expected[:end]))
+
+
+def _plain(handed: tuple[Any, ...]) -> list[Any]:
+    """A pre-hook that the module came with may have returned a list of inputs, or a mapping of another class; forward gets plain ones."""
+    return [tuple(one) if isinstance(one, list) else dict(one) if isinstance(one, Mapping) else one for one in handed]
+
+
+def _replaced(subject: Subject, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Name those who do not get what a pre-hook with_kwargs returns."""
+    new: _Inputs = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), (args, kwargs))
+    got: dict[str, tuple[Any, ...]] = {}
+    with torch.no_grad(), subject.watched_forward(lambda *given: got.update(forward=given)), subject.hooks() as hooks:
+        hooks.own("forward_pre", lambda module, *given: new, with_kwargs=True)
+        hooks.own("forward", lambda module, *handed: got.update({"the plain hook": handed[:-1]}))
+        hooks.own("forward", lambda module, *handed: got.update({"the hook with_kwargs": handed[:-1]}), with_kwargs=True)
+        run(subject.module, args, kwargs)
+    expected = {"forward": new, "the plain hook": new[:1], "the hook with_kwargs": new}
+    return [f"{who} did not get what a pre-hook with_kwargs returned" for who, what in expected.items() if not _same(got.get(who), what)]
+
+
+def _by_name(subject: Subject) -> list[str]:
+    """Name the pre-hooks that do not get the inputs of a call by name as they are: the plain one nothing, the other all of it."""
     given = subject.by_keyword()
-    replaced = tree_map_only(Tensor, torch.clone, given)
-    got: dict[str, Any] = {}
-
-    def replace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        got["the pre-hook with_kwargs"] = (*args, dict(kwargs))
-        return args, dict(replaced)
-
-    with subject.watched_forward(lambda args, kwargs: got.update(forward=(*args, kwargs))), subject.hooks() as hooks:
-        hooks.own("forward_pre", lambda module, *rest: got.update({"the plain pre-hook": rest}))
-        hooks.own("forward_pre", replace, with_kwargs=True)
-        hooks.own("forward", lambda module, *rest: got.update({"the plain hook": rest[:-1]}))
-        hooks.own("forward", lambda module, args, kwargs, out: got.update({"the hook with_kwargs": (*args, kwargs)}), with_kwargs=True)
+    if subject.module._forward_pre_hooks:  # that may have replaced them
+        return []
+    got: dict[str, tuple[Any, ...]] = {}
+    with subject.hooks() as hooks:
+        hooks.own("forward_pre", lambda module, *handed: got.update({"the plain pre-hook": handed}))
+        hooks.own("forward_pre", lambda module, *handed: got.update({"the pre-hook with_kwargs": handed}), with_kwargs=True)
         run(subject.module, (), given)
-    expected = {
-        "the plain pre-hook": ((),),
-        "the pre-hook with_kwargs": (given,),
-        "forward": (replaced,),
-        "the plain hook": ((),),
-        "the hook with_kwargs": (replaced,),
-    }
+    expected = {"the plain pre-hook": ((),), "the pre-hook with_kwargs": ((), given)}
     return [f"{who} did not get the keyword inputs that it should" for who, what in expected.items() if not _same(got.get(who), what)]
 
 
 @_check("module.always_called_hooks")
 def _always_called_hooks(subject: Subject) -> list[str]:
-    """When forward raises, the error comes through, hooks with always_call run once, and the others do not."""
+    """When forward raises, the error comes through, hooks with always_call run once, alone too, and the others do not."""
     log: list[str] = []
 
     def fail(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -176,13 +261,17 @@ def _always_called_hooks(subject: Subject) -> list[str]:
     findings = []
     with subject.watched_forward(fail), subject.hooks() as hooks:
         hooks.own("forward", _note(log, "hook"))
-        hooks.own("forward", _note(log, "hook with always_call"), always_call=True)
+        for whose in _OWNERS:
+            hooks.register(whose, "forward", _note(log, f"first {whose} hook with always_call"), always_call=True)
+            hooks.register(whose, "forward", _note(log, f"second {whose} hook with always_call"), always_call=True)
         try:
             subject.call()
             findings.append("the error that forward raised did not reach the caller")
         except _PlannedError:
             pass
-    findings += _difference(log, ["hook with always_call"], "after an error in forward: ")
+    expected = [f"{which} {whose} hook with always_call" for whose in reversed(_OWNERS) for which in ("first", "second")]
+    findings += _difference(log, expected, "after an error in forward: ")
+    findings += _lone_hooks(subject, subject.inputs, _LONE_IN_FAILURE, forward_fails=True)
     log.clear()
     with subject.hooks() as hooks:
         hooks.own("forward", _note(log, "hook with always_call"), always_call=True)

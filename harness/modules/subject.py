@@ -30,6 +30,7 @@ from harness.tolerance.bits import without_bytes
 
 ForwardKind = Literal["forward_pre", "forward"]
 Kind = Literal["forward_pre", "forward", "full_backward_pre", "full_backward"]
+Owner = Literal["own", "global"]
 _CheckFunction = Callable[["Subject"], list[str]]
 Watcher = Callable[[tuple[Any, ...], dict[str, Any]], None]
 
@@ -236,6 +237,17 @@ class Hooks:
     module: nn.Module
     stack: ExitStack
 
+    def register(self, whose: Owner, kind: Kind, hook: Callable[..., Any], **options: bool) -> None:
+        """Register a hook on the module, or a global one.
+
+        Args:
+            whose: which of the two.
+            kind: which of torch's hooks.
+            hook: with torch's signature for this kind and these options.
+            **options: torch's own.
+        """
+        (self.own if whose == "own" else self.everywhere)(kind, hook, **options)
+
     def own(self, kind: Kind, hook: Callable[..., Any], **options: bool) -> RemovableHandle:
         """Register a hook on the module.
 
@@ -251,18 +263,19 @@ class Hooks:
         self.stack.callback(handle.remove)
         return handle
 
-    def everywhere(self, kind: Kind, hook: Callable[..., Any]) -> None:
+    def everywhere(self, kind: Kind, hook: Callable[..., Any], **options: bool) -> None:
         """Register a global hook; it only sees the module.
 
         Args:
             kind: which of torch's global hooks.
             hook: with torch's signature for this kind.
+            **options: torch's own, such as `always_call`.
         """
 
         def only_here(module: nn.Module, *seen: Any) -> Any:
             return hook(module, *seen) if module is self.module else None
 
-        handle: RemovableHandle = getattr(torch_module, f"register_module_{kind}_hook")(only_here)
+        handle: RemovableHandle = getattr(torch_module, f"register_module_{kind}_hook")(only_here, **options)
         self.stack.callback(handle.remove)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -44,6 +45,41 @@ def test_what_is_put_back_the_older_way_is_as_it_was() -> None:
     torch.set_float32_matmul_precision("medium")
     torch.set_float32_matmul_precision("highest")
     assert float32_precisions() == before
+
+
+WRITES: dict[str, Callable[[], None]] = {
+    "nothing": lambda: None,
+    "cuDNN": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "cuBLAS": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "CUDA by the newer name": _set_cuda,
+    "the CPU by the newer name": _set_mkldnn,
+    "all by the newer name": _set_all,
+}
+
+
+def _older() -> dict[str, object]:
+    """The older settings, as far as torch tells them: it refuses one that does not agree with the newer ones."""
+    told: dict[str, object] = {}
+    with suppress(RuntimeError):
+        told["cuDNN"] = torch.backends.cudnn.allow_tf32
+    with suppress(RuntimeError):
+        told["cuBLAS"] = torch.backends.cuda.matmul.allow_tf32
+    with suppress(RuntimeError):
+        told["products"] = torch.get_float32_matmul_precision()
+    return told
+
+
+@pytest.mark.parametrize("before", WRITES)
+def test_older_settings_can_be_read_as_before(before: str) -> None:
+    WRITES[before]()
+    places, older = float32_precisions(), _older()
+    for change in WRITES.values():
+        change()
+        set_float32_precisions(places)
+        assert float32_precisions() == places
+        assert older.items() <= _older().items()
 
 
 def test_one_backend_alone_has_a_name() -> None:

@@ -29,6 +29,7 @@ OTHERS: dict[str, Any] = {
     "library of decompositions": None,
     "reduced precision of float16 sums on the CPU": None,
     "kernels of depthwise convolutions": "cudnn",
+    "torch.backends.cudnn.benchmark_limit": 3,
     "operators without a gradient": "nothing",
     "fusion strategy of torch.jit": [("STATIC", 1)],
     "debugging of torch.distributed": torch.distributed.DebugLevel.DETAIL,

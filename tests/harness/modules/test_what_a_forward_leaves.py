@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import verify_module
+from harness.modules import contract, surroundings
 from harness.reporting.verdict import Outcome
 
 FEATURES = 4
@@ -76,6 +77,19 @@ def test_a_setting_is_told_that_stays_in_one_mode_alone(name: str, training: boo
     told = {record.name: record.findings for record in report.records if record.outcome is Outcome.FAIL}
     where = f"a forward {'with' if gradients else 'without'} gradients{'' if training is given_training else f' in training={training}'} "
     assert any(line.startswith(where + says) for line in told.get("module.surroundings", ())), report.to_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [("allow_tf32", False, "changed float32 precision"), ("benchmark_limit", 3, "changed torch.backends.cudnn.benchmark_limit")],
+)
+def test_a_setting_of_cudnn_is_told_and_can_be_read_as_before(name: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "CHECKS", surroundings.CHECKS)
+    settings = torch.backends.cudnn
+    before = getattr(settings, name)
+    report = verify_module(Acts(lambda layer: setattr(settings, name, value)), inputs_of())
+    assert getattr(settings, name) == before  # torch refuses to tell an older setting that does not agree with the newer ones
+    assert report.failed == ("module.surroundings",) and says in report.to_text(), report.to_text()
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
