@@ -10,6 +10,7 @@ N nights, of which `start` to `end` are one part.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ LEAST_LEVEL, LEAST_LINE = 2, 5
 """Nights."""
 _FLOOR = 1e-12  # squares of a night that are none
 _WIDTH = 3.0  # spreads beyond which a night counts no more where stairs are looked for
-_BENDS, _SHARPER = 5, 16.0  # degree of a curve that stairs fit better than, and by how much in twice the logarithm of the likelihood
+_BENDS, _SHARPER = 5, 16.0  # degree of a curve that levels fit better than, and by how much in twice the logarithm of the likelihood
 
 
 class Segment(NamedTuple):
@@ -93,14 +94,27 @@ def stairs(levels_N: NDArray[np.float64], least: int) -> list[Segment]:
     if count < 3 * least:
         return []
     places = splits(clipped(levels_N, _WIDTH), 2, least)
-    parts = np.split(levels_N, places)
-    nights_N = np.arange(count, dtype=np.float64)
-    curve_N = np.polynomial.Polynomial.fit(nights_N, levels_N, _BENDS)(nights_N)
-    residuals = (levels_N - curve_N, np.concatenate([part - mean_of(part) for part in parts]))
-    around_curve, around_parts = (math.log(float(one @ one) + count * _FLOOR) for one in residuals)
-    if count * (around_curve - around_parts) < _SHARPER:
+    if not is_sharp(levels_N, places):
         return []
     return [Segment(start, end, is_line=False) for start, end in pairwise([0, *places, count])]
+
+
+def is_sharp(levels_N: NDArray[np.float64], places: Sequence[int]) -> bool:
+    """Say whether levels fit far better than a curve, as a season makes it.
+
+    Args:
+        levels_N: in order.
+        places: of the first night of each level but the first.
+
+    Returns:
+        Whether they do.
+    """
+    count = len(levels_N)
+    nights_N = np.arange(count, dtype=np.float64)
+    curve_N = np.polynomial.Polynomial.fit(nights_N, levels_N, _BENDS)(nights_N)
+    residuals = (levels_N - curve_N, np.concatenate([part - mean_of(part) for part in np.split(levels_N, places)]))
+    around_curve, around_parts = (math.log(float(one @ one) + count * _FLOOR) for one in residuals)
+    return count * (around_curve - around_parts) >= _SHARPER
 
 
 def clipped(levels_N: NDArray[np.float64], width: float) -> NDArray[np.float64]:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import HarnessError
-from harness.nightly.judging.segments import LEAST_LINE, Segment, clipped, has_structure, segments, split_by_sums, splits, stairs
+from harness.nightly.judging.segments import LEAST_LINE, Segment, clipped, has_structure, is_sharp, segments, split_by_sums, splits, stairs
 from harness.nightly.judging.spread import (
     MAX_CORRELATION,
     chance_of,
@@ -45,7 +45,8 @@ LEVEL = 1e-5
 LEAST_EFFECT = 0.008
 """A shift by less is none, however sure: machines drift by as much between seasons."""
 LEAST_GAIN = 0.015
-"""Likewise for the better, and for a drift: what a season gives, it takes, and a level that follows its dips cries wolf behind each."""
+"""Likewise for a drift, and for the better where it did not come at once: what a season gives, it takes, and a level that follows its dips
+cries wolf behind each."""
 LEVEL_BACK = 1e-3
 """Likewise LEVEL, where the level from before a worse one is there again: that one alone is expected, so less is enough."""
 LEAST_NOISE, LEAST_AFTER = 30, 2
@@ -58,6 +59,7 @@ NOISIER, OTHER_NOISE = 2.0, 3.0
 _TAIL, _BY_CHANCE = 3.0, 1e-4  # spreads from which on nights are no noise around a level, and the chance that they come so often
 _WIDTHS = 20.0, 3.0  # spreads beyond which a night counts no more where a step is looked for
 _LEAST_DRIFT = 10
+_NEAR = 40  # nights on each side of a step that say whether it came at once
 _DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
 _NOTHING: NDArray[np.float64] = np.empty(0)
 _NORMAL = NormalDist()
@@ -77,6 +79,7 @@ class Shift:
         bend: place of the last night before a drift, which came night by night; None for a step.
         level_end: place of the first night behind the level that it is held against; None where that lasts until `start`.
         back: whether it ends what was worse, so that the level is the one from before.
+        sharp: whether it came at once, as no season does.
     """
 
     place: int
@@ -88,6 +91,7 @@ class Shift:
     bend: int | None = None
     level_end: int | None = None
     back: bool = False
+    sharp: bool = False
 
     @property
     def p_value(self) -> float:
@@ -102,7 +106,7 @@ class Shift:
     @property
     def shows(self) -> bool:
         """Whether it is large and sure enough to be one."""
-        least = LEAST_EFFECT if self.back or (self.effect > 0 and self.bend is None) else LEAST_GAIN
+        least = LEAST_EFFECT if self.back or self.sharp or (self.effect > 0 and self.bend is None) else LEAST_GAIN
         return abs(self.effect) >= least and self.p_value < (LEVEL_BACK if self.back else LEVEL)
 
     def behind(self, start: int) -> Shift:
@@ -275,9 +279,21 @@ def _step(nights: _Nights) -> tuple[Shift, float] | None:
     """
     for width in _WIDTHS:
         found = _step_at(split_by_sums(clipped(nights.levels_N, width)), nights)
-        if found is not None and found[0].shows:
-            return _step_at(splits(clipped(nights.levels_N, width), 1)[0], nights)
+        if found is None or not (found[0].shows or replace(found[0], sharp=True).shows):
+            continue
+        found = _step_at(splits(clipped(nights.levels_N, width), 1)[0], nights)
+        if found is None or found[0].shows:
+            return found
+        shift, squares = found
+        if replace(shift, sharp=True).shows and _is_sharp(nights.levels_N, shift.place):
+            return replace(shift, sharp=True), squares
     return None
+
+
+def _is_sharp(levels_N: NDArray[np.float64], place: int) -> bool:
+    """Whether a step has come at once, as far as the nights near to it say: more of them may be those of several seasons."""
+    first = max(0, place - _NEAR)
+    return len(levels_N) - place >= _KNOWN_AFTER and is_sharp(levels_N[first : place + _NEAR], [place - first])
 
 
 def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tuple[Shift, float] | None:
