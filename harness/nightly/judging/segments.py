@@ -25,7 +25,8 @@ _MOST_CHANGES = 8
 LEAST_LEVEL, LEAST_LINE = 2, 5
 """Nights."""
 _FLOOR = 1e-12  # squares of a night that are none
-_WIDTH = 3.0  # spreads beyond which a night counts no more where stairs are looked for
+_NEAR = 40  # nights on each side of a step that say whether it came at once
+_WIDTH = 3.0  # spreads beyond which a night counts no more where stairs are looked for, and whether a step came at once
 _BENDS, _SHARPER = 5, 16.0  # degree of a curve that levels fit better than, and by how much in twice the logarithm of the likelihood
 
 
@@ -94,27 +95,29 @@ def stairs(levels_N: NDArray[np.float64], least: int) -> list[Segment]:
     if count < 3 * least:
         return []
     places = splits(clipped(levels_N, _WIDTH), 2, least)
-    if not is_sharp(levels_N, places):
+    if not _are_sharp(levels_N, places):
         return []
     return [Segment(start, end, is_line=False) for start, end in pairwise([0, *places, count])]
 
 
-def is_sharp(levels_N: NDArray[np.float64], places: Sequence[int]) -> bool:
-    """Say whether levels fit far better than a curve, as a season makes it.
+def came_at_once(levels_N: NDArray[np.float64], place: int, least: int) -> bool:
+    """Say of a step whether two levels fit the nights near to it far better than a curve: more nights may be those of several seasons.
 
     Args:
         levels_N: in order.
-        places: of the first night of each level but the first.
+        place: of the first night behind it.
+        least: nights that must be behind it.
 
     Returns:
-        Whether they do.
+        Whether they do; nights that are far off count as if they just were, for the squares of one would be most of all.
     """
-    count = len(levels_N)
-    nights_N = np.arange(count, dtype=np.float64)
-    curve_N = np.polynomial.Polynomial.fit(nights_N, levels_N, _BENDS)(nights_N)
-    residuals = (levels_N - curve_N, np.concatenate([part - mean_of(part) for part in np.split(levels_N, places)]))
-    around_curve, around_parts = (math.log(float(one @ one) + count * _FLOOR) for one in residuals)
-    return count * (around_curve - around_parts) >= _SHARPER
+    if len(levels_N) - place < least:
+        return False
+    first = max(0, place - _NEAR)
+    near_M, place = levels_N[first : place + _NEAR], place - first
+    own_M = np.concatenate([part - median(part) for part in np.split(near_M, [place])])
+    beyond_M = own_M - within(own_M, 0.0, _WIDTH * noise_of(own_M)[1])
+    return _are_sharp(near_M - beyond_M, [place])
 
 
 def clipped(levels_N: NDArray[np.float64], width: float) -> NDArray[np.float64]:
@@ -172,3 +175,13 @@ def _squares(levels_N: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArra
     flat = np.maximum(square - total**2 / held, 0.0)
     line = np.maximum(flat - (moment - middle * total) ** 2 / np.maximum((held**3 - held) / 12, 1.0), 0.0)
     return np.where(length >= LEAST_LEVEL, flat, math.inf), np.where(length >= LEAST_LINE, line, math.inf)
+
+
+def _are_sharp(levels_N: NDArray[np.float64], places: Sequence[int]) -> bool:
+    """Whether levels fit far better than a curve, as a season makes it."""
+    count = len(levels_N)
+    nights_N = np.arange(count, dtype=np.float64)
+    curve_N = np.polynomial.Polynomial.fit(nights_N, levels_N, _BENDS)(nights_N)
+    residuals = (levels_N - curve_N, np.concatenate([part - mean_of(part) for part in np.split(levels_N, places)]))
+    around_curve, around_parts = (math.log(float(one @ one) + count * _FLOOR) for one in residuals)
+    return count * (around_curve - around_parts) >= _SHARPER

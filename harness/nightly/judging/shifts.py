@@ -24,7 +24,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import HarnessError
-from harness.nightly.judging.segments import LEAST_LINE, Segment, clipped, has_structure, is_sharp, segments, split_by_sums, splits, stairs
+from harness.nightly.judging.segments import (
+    LEAST_LINE,
+    Segment,
+    came_at_once,
+    clipped,
+    has_structure,
+    segments,
+    split_by_sums,
+    splits,
+    stairs,
+)
 from harness.nightly.judging.spread import (
     MAX_CORRELATION,
     chance_of,
@@ -32,8 +42,10 @@ from harness.nightly.judging.spread import (
     degrees_of,
     in_order,
     inflation,
+    line_of,
     mean_of,
     median,
+    nights_since,
     noise_of,
     student_tail,
     winsorized,
@@ -59,7 +71,6 @@ NOISIER, OTHER_NOISE = 2.0, 3.0
 _TAIL, _BY_CHANCE = 3.0, 1e-4  # spreads from which on nights are no noise around a level, and the chance that they come so often
 _WIDTHS = 20.0, 3.0  # spreads beyond which a night counts no more where a step is looked for
 _LEAST_DRIFT = 10
-_NEAR = 40  # nights on each side of a step that say whether it came at once
 _DENSE = 25  # nights of a level, of which every one is looked at; then one in as many
 _NOTHING: NDArray[np.float64] = np.empty(0)
 _NORMAL = NormalDist()
@@ -285,15 +296,9 @@ def _step(nights: _Nights) -> tuple[Shift, float] | None:
         if found is None or found[0].shows:
             return found
         shift, squares = found
-        if replace(shift, sharp=True).shows and _is_sharp(nights.levels_N, shift.place):
+        if replace(shift, sharp=True).shows and came_at_once(nights.levels_N, shift.place, _KNOWN_AFTER):
             return replace(shift, sharp=True), squares
     return None
-
-
-def _is_sharp(levels_N: NDArray[np.float64], place: int) -> bool:
-    """Whether a step has come at once, as far as the nights near to it say: more of them may be those of several seasons."""
-    first = max(0, place - _NEAR)
-    return len(levels_N) - place >= _KNOWN_AFTER and is_sharp(levels_N[first : place + _NEAR], [place - first])
 
 
 def _step_at(place: int, nights: _Nights, known_after: int = _KNOWN_AFTER) -> tuple[Shift, float] | None:
@@ -364,7 +369,7 @@ def _first_of_many(nights: _Nights) -> Shift | None:
     second = later[0]
     # Where the line begins is as sure as the mean of a quarter of its nights would be.
     shown = second.start + _quarter(second)
-    slope = _line(levels_N[second.start : second.end], 0)[0]
+    slope = line_of(levels_N[second.start : second.end], 0)[0]
     levels_N[second.start : second.end] -= slope * np.arange(second.end - second.start)
     jump = _shift(_step_at(first.end, replace(nights, levels_N=levels_N).until(shown, known)))
     drift = _shift(_drift(nights.until(second.end, known[1:]), second.start, LEAST_LINE))
@@ -400,7 +405,7 @@ def _to_a_level(nights: _Nights, parts: Sequence[Segment]) -> Shift | None:
 
 def _around_part(levels_N: NDArray[np.float64], part: Segment) -> NDArray[np.float64]:
     own_M = levels_N[part.start : part.end]
-    return _line(own_M, 0)[1] if part.is_line else _centred(own_M)
+    return line_of(own_M, 0)[1] if part.is_line else _centred(own_M)
 
 
 def _quarter(part: Segment) -> int:
@@ -434,9 +439,10 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     count = len(nights.levels_N)
     if count - bend < least:
         return None
-    slope, own_N = _line(nights.levels_N, bend)
+    slope, own_N = line_of(nights.levels_N, bend)
     rise = slope * (count - 1 - bend)
-    if abs(rise) < LEAST_GAIN:
+    won = median(nights.levels_N[:LEAST_LINE]) - median(nights.levels_N[-LEAST_LINE:])
+    if abs(rise) < LEAST_GAIN or (rise < 0 and won < LEAST_GAIN):  # the line of a dip goes deeper than the dip
         return None
     squares = float(np.square(own_N).sum())
     if squares > _squares(np.split(nights.levels_N, [split_by_sums(clipped(nights.levels_N, _WIDTHS[0]))])):  # a step unknown yet
@@ -446,7 +452,7 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     own = behind if (behind := noise_of(own_N[bend:])[1]) > NOISIER * spread else spread
     # A curve is not noise around its line: neighbours bound the noise, if they are as alike as they may be at most.
     near = noise_of(np.diff(nights.levels_N))[1] / math.sqrt(2 * (1 - MAX_CORRELATION))
-    lever = (count - 1 - bend) / math.sqrt(float(np.square(_nights_since(bend, count)).sum()))
+    lever = (count - 1 - bend) / math.sqrt(float(np.square(nights_since(bend, count)).sum()))
     begun = min(count - 1, bend + math.ceil(LEAST_EFFECT / abs(slope)))
     known = ((own, correlation, degrees_of(len(kept_E), correlation)), (near, MAX_CORRELATION, count - 2.0))
     errors = ((noise * math.hypot(nights.across, lever * math.sqrt((1 + alike) / (1 - alike))), degrees) for noise, alike, degrees in known)
@@ -455,32 +461,12 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     return min(drifts, key=lambda one: one.p_value), squares
 
 
-def _nights_since(bend: int, count: int) -> NDArray[np.float64]:
-    """How many nights each is behind a bend, none before it, around their mean."""
-    nights_N = np.maximum(np.arange(count, dtype=np.float64) - bend, 0)
-    return nights_N - nights_N.mean()
-
-
-def _line(levels_N: NDArray[np.float64], bend: int) -> tuple[float, NDArray[np.float64]]:
-    """Slope a night by least squares, and what is left; an odd night pulls no harder than one at three spreads."""
-    nights_N = _nights_since(bend, len(levels_N))
-    _, line_N = _fitted(levels_N, nights_N)
-    slope, line_N = _fitted(line_N + winsorized(levels_N - line_N)[0], nights_N)
-    return slope, levels_N - line_N
-
-
-def _fitted(levels_N: NDArray[np.float64], nights_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-    middle = mean_of(levels_N)
-    slope = float(nights_N @ (levels_N - middle) / (nights_N @ nights_N))
-    return slope, middle + slope * nights_N
-
-
 def _around(levels_M: NDArray[np.float64], shift: Shift) -> NDArray[np.float64]:
     """What is left of the nights before the level behind a shift."""
     around = _rest(levels_M)
     if shift.bend is None or len(levels_M) <= shift.bend + 1:
         return around
-    return min(_line(levels_M, shift.bend)[1], around, key=lambda own_M: float(np.square(own_M).sum()))  # a curve is no line
+    return min(line_of(levels_M, shift.bend)[1], around, key=lambda own_M: float(np.square(own_M).sum()))  # a curve is no line
 
 
 def _rest(levels_M: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -97,3 +97,23 @@ def student_tail(t: float, degrees: float) -> float:
     z = math.sqrt(z2)
     z += z * (z2 + 3) / b - z * (4 * z2**3 + 33 * z2**2 + 240 * z2 + 855) / (10 * b * (b + 0.8 * z2**2 + 100))
     return _NORMAL.cdf(-z)
+
+
+def nights_since(bend: int, count: int) -> NDArray[np.float64]:
+    """How many nights each is behind a bend, none before it, around their mean."""
+    nights_N = np.maximum(np.arange(count, dtype=np.float64) - bend, 0)
+    return nights_N - nights_N.mean()
+
+
+def line_of(levels_N: NDArray[np.float64], bend: int) -> tuple[float, NDArray[np.float64]]:
+    """Slope a night by least squares, and what is left; an odd night pulls no harder than one at three spreads."""
+    nights_N = nights_since(bend, len(levels_N))
+    _, line_N = _fitted(levels_N, nights_N)
+    slope, line_N = _fitted(line_N + winsorized(levels_N - line_N)[0], nights_N)
+    return slope, levels_N - line_N
+
+
+def _fitted(levels_N: NDArray[np.float64], nights_N: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    middle = mean_of(levels_N)
+    slope = float(nights_N @ (levels_N - middle) / (nights_N @ nights_N))
+    return slope, middle + slope * nights_N
