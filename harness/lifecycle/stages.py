@@ -66,31 +66,17 @@ def calls_of(model: nn.Module, batch: Batch) -> Calls:
     return seen
 
 
-def block_stages(model: nn.Module, calls: Calls) -> Stages:
-    """Return stages by blocks: those of the first list, or else the children.
+def stages_of(model: nn.Module, watched: Collection[str], calls: Calls) -> Stages:
+    """Return the stages of an `oneshot` in which layers are compressed one after another.
 
     Args:
         model: to calibrate.
+        watched: dotted names of the modules with hooks of a calibration, at which one pass stops in the order of the calls, at those of
+            one input once; none for two passes, which stop at layers.
         calls: of its forward.
 
     Returns:
         The stages.
-    """
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and len(module)]
-    heads = [f"{lists[0]}.{name}" for name, _ in model.get_submodule(lists[0]).named_children()] if lists else None
-    return _stages(model, [[head] for head in heads or [name for name, _ in model.named_children()]], calls)
-
-
-def stages_of_oneshot(model: nn.Module, watched: Collection[str], calls: Calls) -> Stages:
-    """Return the stages of a run in which layers are compressed one after another, in one pass.
-
-    Args:
-        model: to calibrate.
-        watched: dotted names of the modules with hooks of a calibration, in the order of whose calls it stops, at those of one input once.
-        calls: of its forward.
-
-    Returns:
-        The stages; by layers where nothing is watched.
     """
     layers = partition(model, None)
     if not watched:

@@ -36,7 +36,7 @@ from harness.lifecycle.driving.torch_settings import EnteredModes
 from harness.lifecycle.forwards import Batch, call, gradients
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings, exact
-from harness.lifecycle.stages import Stages, block_stages, calls_of, stages_of_oneshot, whole
+from harness.lifecycle.stages import Stages, calls_of, stages_of, whole
 from harness.profiles import PROFILES, Profile
 
 MOST_BATCHES = 12
@@ -172,7 +172,7 @@ class Subject:
                 found = whole(self.model)
             else:
                 calls = calls_of(self.model, self.batches[0])
-                found = stages_of_oneshot(self.model, self.watched, calls) if self.as_oneshot else block_stages(self.model, calls)
+                found = stages_of(self.model, self.watched if self.as_oneshot else (), calls)
             self._stages = way, found
         return self._stages[1]
 

@@ -14,7 +14,7 @@ from torch import nn
 from compressor import oneshot
 from compressor.lifecycle import Event, Modifier, State
 from compressor.lifecycle.interface import CalibrationNeed
-from harness.lifecycle.stages import block_stages, calls_of, stages_of_oneshot
+from harness.lifecycle.stages import calls_of, stages_of
 from tests import tiny
 
 IDS = torch.randint(0, 60, (4, 6), generator=torch.Generator().manual_seed(0))
@@ -45,11 +45,7 @@ class Notes(Modifier):
 
 
 def of_oneshot(model: nn.Module, names: Sequence[str]) -> list[tuple[str, ...]]:
-    return stages_of_oneshot(model, names, calls_of(model, IDS)).parts
-
-
-def blocks(model: nn.Module) -> list[tuple[str, ...]]:
-    return block_stages(model, {}).parts
+    return stages_of(model, names, calls_of(model, IDS)).parts
 
 
 def watched(model: nn.Module, pattern: str) -> list[str]:
@@ -66,12 +62,12 @@ def test_what_is_watched_makes_the_stages_of_oneshot(family: str, pattern: str) 
     assert expected == notes._seen and len(expected) > 1
 
 
-def test_blocks_are_those_of_the_first_list_or_the_children() -> None:
-    assert [stage[0] for stage in blocks(tiny.llama())] == ["model.layers.0", "model.layers.1", ""]
-    layer = nn.Linear(2, 2)
-    assert blocks(nn.Sequential(layer, nn.ReLU(), layer)) == [("0",), ("1",), ("",)]
-    assert blocks(nn.ModuleDict({"none": nn.ModuleList(), "one": layer})) == [("none",), ("one",), ("",)]
-    assert blocks(nn.ModuleDict({"none": nn.ModuleList(), "some": nn.ModuleList([layer])}))[0] == ("some.0",)
+def test_without_what_is_watched_it_stops_at_layers() -> None:
+    """As two passes do."""
+    model = tiny.llama()
+    notes = Notes(pattern="lm_head")
+    oneshot(model, recipe=[notes], dataset=IDS, passes="two")
+    assert of_oneshot(model, ()) == notes._seen and [stage[0] for stage in notes._seen] == ["model.layers.0", "model.layers.1", ""]
 
 
 def test_what_holds_something_else_that_is_watched_is_one_stage() -> None:
