@@ -89,7 +89,8 @@ def verify_module(module: nn.Module, inputs: object) -> ModuleReport:
 
     Args:
         module: any module that is built; not modified.
-        inputs: inputs that it takes: a tuple of positional ones, a mapping of keyword ones, or a single positional one; not modified.
+        inputs: inputs that it takes: a tuple of positional ones (a NamedTuple too), a mapping of keyword ones, or a single positional one
+            (a list too); not modified.
 
     Returns:
         One record per check; a module that does not take the inputs fails `module.call`, and what needs a call is skipped.

@@ -31,14 +31,13 @@ _Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 _Lone = tuple[ForwardKind, Owner, tuple[str, ...]]
 _BOTH = ("with_kwargs", "always_call")
 # Hooks that are looked at alone, and the options that are on together; torch's global pre-hooks have none.
-_LONE: tuple[_Lone, ...] = (
-    ("forward_pre", "own", ()),
-    ("forward_pre", "own", ("with_kwargs",)),
-    ("forward_pre", "global", ()),
-    *(("forward", whose, options) for whose in _OWNERS for options in ((), ("with_kwargs",), ("always_call",), _BOTH)),
+_LONE_PRE: tuple[_Lone, ...] = (("forward_pre", "own", ()), ("forward_pre", "global", ()))
+_LONE_PRE_BY_NAME: tuple[_Lone, ...] = (("forward_pre", "own", ("with_kwargs",)),)
+_LONE_FORWARD: tuple[_Lone, ...] = tuple(
+    ("forward", whose, options) for whose in _OWNERS for options in ((), ("with_kwargs",), ("always_call",), _BOTH)
 )
 # When forward raises, torch hands a global one no keyword inputs, even if it asks for them.
-_LONE_IN_FAILURE = tuple(lone for lone in _LONE if lone[0] == "forward" and lone[1:] != ("global", _BOTH))
+_LONE_IN_FAILURE = tuple(lone for lone in _LONE_FORWARD if lone[1:] != ("global", _BOTH))
 
 
 class _PlannedError(NotImplementedError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError):
@@ -132,7 +131,10 @@ def _input_replacement(subject: Subject) -> list[str]:
         hooks.own("forward", lambda module, args, output: got.update({"the forward hook": args}))
         run(subject.module, subject.in_order(), {})
     expected = {"the second pre-hook": first, "forward": second, "the forward hook": second}
-    return [f"{who} did not get what the pre-hook before it returned" for who, what in expected.items() if not _same(got.get(who), what)]
+    findings = [
+        f"{who} did not get what the pre-hook before it returned" for who, what in expected.items() if not _same(got.get(who), what)
+    ]
+    return findings or _in_vain(subject, lambda: (subject.in_order(), {}), _LONE_PRE)
 
 
 @_check("module.output_replacement")
@@ -154,7 +156,8 @@ def _output_replacement(subject: Subject) -> list[str]:
     if len(got) != 2:
         return [f"of two forward hooks {len(got)} ran"]
     findings = [] if got[1] is outputs[0] else ["the second hook did not get what the first returned"]
-    return findings if returned is outputs[1] else [*findings, "the caller did not get what the last hook returned"]
+    findings += [] if returned is outputs[1] else ["the caller did not get what the last hook returned"]
+    return findings or [line for inputs in _ways(subject) for line in _in_vain(subject, inputs, _LONE_FORWARD)]
 
 
 @_check("module.hooks_with_kwargs")
@@ -162,8 +165,8 @@ def _hooks_with_kwargs(subject: Subject) -> list[str]:
     """A hook, alone too, gets what its options ask for and no keyword inputs else; a pre-hook with_kwargs may replace all inputs."""
     findings = []
     for inputs in _ways(subject):
-        findings += _lone_hooks(subject, inputs, _LONE)
-        findings += _replaced(subject, *inputs())
+        findings += _lone_hooks(subject, inputs, (*_LONE_PRE, *_LONE_PRE_BY_NAME, *_LONE_FORWARD))
+        findings += _replaced(subject, *inputs()) or _in_vain(subject, inputs, _LONE_PRE_BY_NAME)
     try:
         return findings + _by_name(subject)
     except NotApplicableError as reason:
@@ -187,10 +190,15 @@ def _lone_hooks(subject: Subject, inputs: Callable[[], _Inputs], hooks: Sequence
     """Name the hooks that, each alone, do not run as torch runs them."""
     how = "when forward raises" if forward_fails else "in a call"
     return [
-        f"a single {kind} hook, {whose}, {' and '.join(options) or 'without options'}, does not get what torch hands it {how}"
-        for kind, whose, options in hooks
-        if not _runs_as_of_torch(subject, inputs(), (kind, whose, options), forward_fails)
+        f"{_named(lone)} does not get what torch hands it {how}"
+        for lone in hooks
+        if not _runs_as_of_torch(subject, inputs(), lone, forward_fails)
     ]
+
+
+def _named(lone: _Lone) -> str:
+    kind, whose, options = lone
+    return f"a single {kind} hook, {whose}, {' and '.join(options) or 'without options'},"
 
 
 def _runs_as_of_torch(subject: Subject, inputs: _Inputs, lone: _Lone, forward_fails: bool) -> bool:
@@ -213,9 +221,37 @@ def _runs_as_of_torch(subject: Subject, inputs: _Inputs, lone: _Lone, forward_fa
     args, kwargs = got[0]
     expected = (args, *([kwargs] if "with_kwargs" in options else []), *([output] if kind == "forward" else []))
     # Hooks that the module came with stand between a global one and the last that it gets, or give an output where forward fails.
-    between = subject.module._forward_pre_hooks if kind == "forward_pre" else subject.module._forward_hooks
-    end = -1 if between and (forward_fails or whose == "global") else None
+    end = -1 if _brought_along(subject, kind) and (forward_fails or whose == "global") else None
     return len(seen) == 1 and _same(_plain(seen[0][:end]), _plain(expected[:end]))
+
+
+def _in_vain(subject: Subject, inputs: Callable[[], _Inputs], hooks: Sequence[_Lone]) -> list[str]:
+    """Name the hooks that, each alone, return what the next one does not get."""
+    return [f"{_named(lone)} returns what the next one does not get" for lone in hooks if not _is_taken(subject, inputs(), lone)]
+
+
+def _is_taken(subject: Subject, inputs: _Inputs, lone: _Lone) -> bool:
+    """Whether what a hook that is alone returns reaches whoever is next: forward, the caller, or an own hook that the module came with."""
+    kind, whose, options = lone
+    is_pre = kind == "forward_pre"
+    new: list[Any] = []
+    later: list[tuple[Any, ...]] = []  # what the next ones are handed
+
+    def replace(module: nn.Module, *handed: Any) -> Any:
+        later.clear()
+        new[:] = tree_map_only(Tensor, torch.clone, _plain(handed) if is_pre else handed[-1:])
+        return tuple(new) if len(new) > 1 else new[0]  # with_kwargs, a pre-hook returns all inputs
+
+    with torch.no_grad(), subject.watched_forward(lambda *given: later.append(given)), subject.hooks() as hooks:
+        hooks.register(whose, kind, replace, **dict.fromkeys(options, True))
+        if whose == "global" and _brought_along(subject, kind):
+            hooks.own(kind, lambda module, *handed: later.append(handed), prepend=True)
+        later.append((run(subject.module, *inputs),))
+    return not new or _same([*(later[0][: len(new)] if is_pre else later[0][-1:])], new)
+
+
+def _brought_along(subject: Subject, kind: ForwardKind) -> bool:
+    return bool(subject.module._forward_pre_hooks if kind == "forward_pre" else subject.module._forward_hooks)
 
 
 def _plain(handed: tuple[Any, ...]) -> list[Any]:

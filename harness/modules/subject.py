@@ -63,7 +63,7 @@ class Subject:
 
         Args:
             module: should be an nn.Module whose parameters exist.
-            inputs: a tuple or list of positional inputs, a mapping of keyword inputs, or one positional input.
+            inputs: a tuple of positional inputs (a NamedTuple too), a mapping of keyword inputs, or one positional input (a list too).
 
         Returns:
             The subject.
@@ -89,7 +89,7 @@ class Subject:
                 f"verify_module: {type(module).__name__} holds a {kind} tensor, whose values can neither be compared nor put back; give a "
                 "module of dense tensors"
             )
-        args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        args = () if isinstance(inputs, Mapping) else tuple(inputs) if isinstance(inputs, tuple) else (inputs,)
         subject = cls(module, (args, dict(inputs) if isinstance(inputs, Mapping) else {}))
         try:
             subject.inputs()
@@ -130,14 +130,17 @@ class Subject:
         signature = inspect.signature(self.module.forward)
         args, kwargs = self.inputs()
         bound = signature.bind(*args, **kwargs)
-        for name in bound.arguments:
-            if signature.parameters[name].kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+        named: dict[str, Any] = {}
+        for name, value in bound.arguments.items():
+            kind = signature.parameters[name].kind
+            if kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
                 raise NotApplicableError(f"forward takes {name!r} without a name")
-        if not bound.arguments:
+            named |= value if kind == inspect.Parameter.VAR_KEYWORD else {name: value}
+        if not named:
             raise NotApplicableError("forward takes no input")
         if self.module._forward_pre_hooks:
-            self._refuse_unless_taken(dict(bound.arguments))
-        return dict(bound.arguments)
+            self._refuse_unless_taken(named)
+        return named
 
     def _refuse_unless_taken(self, kwargs: dict[str, Any]) -> None:
         """A hook of the module's own may read positional inputs, which a call by names does not give it."""

@@ -1,4 +1,4 @@
-"""A `__call__` that is written out anew hands hooks what torch's own hands them, whatever their options; a single slip in it is told."""
+"""A `__call__` written out anew hands hooks what torch's own does, and takes what they return, whatever their options; a slip is told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ from harness.modules import contract, hooks
 FEATURES = 4
 
 
-OPTIONS, ALWAYS, REPLACED = "hooks_with_kwargs", "always_called_hooks", "input_replacement"
+OPTIONS, ALWAYS, REPLACED, OUTPUT = "hooks_with_kwargs", "always_called_hooks", "input_replacement", "output_replacement"
 
 
 @pytest.fixture(autouse=True)
-def _three_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {f"module.{name}" for name in (OPTIONS, ALWAYS, REPLACED)}
+def _four_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {f"module.{name}" for name in (OPTIONS, ALWAYS, REPLACED, OUTPUT)}
     monkeypatch.setattr(contract, "CHECKS", [check for check in hooks.CHECKS if check.claim.name in names])
     monkeypatch.setattr(contract, "process_kept", lambda modules: nullcontext())  # most of the time, and nothing changes here
 
@@ -35,14 +35,19 @@ class Scaled(nn.Linear):
         return output if scale is None else output * scale
 
 
-def written_out(changes: Mapping[str, str]) -> nn.Module:
+class ScaledInOrder(nn.Linear):
+    def forward(self, input: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(input) * scale
+
+
+def written_out(changes: Mapping[str, str], base: type[nn.Module] = Scaled) -> nn.Module:
     """A layer with torch's own text as its `__call__`, of which some is changed where it stands first."""
     source, names = textwrap.dedent(inspect.getsource(nn.Module._call_impl)), dict(vars(torch_module))
     for old, new in changes.items():
         assert old in source, old
         source = source.replace(old, new, 1)
     exec(source, names)
-    layer: nn.Module = type("WrittenOut", (Scaled,), {"__call__": names["_call_impl"]})(FEATURES, FEATURES)
+    layer: nn.Module = type("WrittenOut", (base,), {"__call__": names["_call_impl"]})(FEATURES, FEATURES)
     return layer
 
 
@@ -64,6 +69,8 @@ OWN_FAILS = "hook_id in self._forward_hooks_always_called and hook_id not in cal
 GLOBAL_FAILS = "hook_id in _global_forward_hooks_always_called and hook_id not in called_always_called_hooks"
 AT_FIRST, AT_LAST = "result = None\n", "result = forward_call(*args, **kwargs)\n"
 WITH_KWARGS = "hook(self, args, kwargs, result)"
+TAKES, TAKES_PLACES, TAKES_ALL = (f"if {one}_result is not None:" for one in ("hook", "args", "args_kwargs"))
+IS_GLOBAL_PRE = "(hook_id in _global_forward_pre_hooks)"
 KEEPS = {AT_FIRST: "result, given = None, (args, kwargs)\n"}
 
 
@@ -82,12 +89,25 @@ FAULTS: dict[str, tuple[set[str], dict[str, str]]] = {
     "hooks see what a pre-hook with_kwargs replaced": ({OPTIONS}, forgets_the_replacement("self._forward_pre_hooks_with_kwargs")),
     "plain hooks see what was replaced": ({OPTIONS, REPLACED}, {**KEEPS, "hook(self, args, result)": "hook(self, given[0], result)"}),
     "hooks with_kwargs see what was replaced": ({OPTIONS}, {**KEEPS, WITH_KWARGS: "hook(self, *given, result)"}),
-    "hooks with_kwargs run twice": ({OPTIONS}, {WITH_KWARGS: f"({WITH_KWARGS} or {WITH_KWARGS})"}),
+    "hooks with_kwargs run twice": ({OPTIONS}, {WITH_KWARGS: f"({WITH_KWARGS}, {WITH_KWARGS})[1]"}),
     "global hooks ask in vain": ({OPTIONS}, {ASKS: ASKS.partition(" or ")[0]}),
     "global hooks get no names": ({OPTIONS}, {"args, kwargs, result)": "args, kwargs if hook_id in self._forward_hooks else {}, result)"}),
-    "global pre-hooks get nothing": ({OPTIONS}, {"hook(self, args)": "hook(self, () if hook_id in _global_forward_pre_hooks else args)"}),
+    "global pre-hooks get nothing": (
+        {OPTIONS, REPLACED},
+        {"hook(self, args)": "hook(self, () if hook_id in _global_forward_pre_hooks else args)"},
+    ),
     "own hooks have one option": ({OPTIONS}, {ASKS: f"({ASKS}) and hook_id not in self._forward_hooks_always_called"}),
     "global hooks have one option": ({OPTIONS}, {ASKS: f"({ASKS}) and hook_id not in _global_forward_hooks_always_called"}),
+    "what own pre-hooks return goes nowhere": ({REPLACED}, {TAKES_PLACES: f"{TAKES_PLACES[:-1]} and {IS_GLOBAL_PRE}:"}),
+    "what a lone own pre-hook returns goes nowhere": (
+        {REPLACED},
+        {TAKES_PLACES: f"{TAKES_PLACES[:-1]} and (len(self._forward_pre_hooks) > 1 or {IS_GLOBAL_PRE}):"},
+    ),
+    "what a lone pre-hook with_kwargs returns goes nowhere": (
+        {OPTIONS},
+        {TAKES_ALL: f"{TAKES_ALL[:-1]} and (self._forward_hooks or len(self._forward_pre_hooks) > 1):"},
+    ),
+    "what global pre-hooks return goes nowhere": ({REPLACED}, {TAKES_PLACES: f"{TAKES_PLACES[:-1]} and not {IS_GLOBAL_PRE}:"}),
     "names become places": (
         {OPTIONS},
         {AT_FIRST: "result, args, kwargs = None, (*args, *([kwargs.pop('input')] if 'input' in kwargs else [])), kwargs\n"},
@@ -122,6 +142,59 @@ def test_a_hook_that_is_skipped_where_it_is_alone_is_told(store: str, options: t
     asks = [f"(next(iter({store})) in {store}_{option}) is {option in options}" for option in set().union(*CHOICES[store])]
     skips = f"    if not torch.is_grad_enabled() and {' and '.join([alone, *asks])}: return forward_call(*args, **kwargs)\n"
     assert OPTIONS in told(written_out({AT_FIRST: AT_FIRST + skips}), by_position())
+
+
+def takes_nothing_from(store: str, options: tuple[str, ...]) -> dict[str, str]:
+    is_one = [f"hook_id in {store}", *(f"(hook_id in {store}_{option}) is {option in options}" for option in TOGETHER[-1])]
+    return {TAKES: f"{TAKES[:-1]} and not ({' and '.join(is_one)}):"}
+
+
+@pytest.mark.parametrize("options", TOGETHER)
+@pytest.mark.parametrize("store", ["self._forward_hooks", "_global_forward_hooks"])
+def test_what_a_forward_hook_returns_and_nobody_gets_is_told(store: str, options: tuple[str, ...]) -> None:
+    assert told(written_out(takes_nothing_from(store, options)), by_position()) == {OUTPUT}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check"),
+    [(FAULTS["what global pre-hooks return goes nowhere"][1], REPLACED), (takes_nothing_from("_global_forward_hooks", ()), OUTPUT)],
+    ids=["before forward", "behind it"],
+)
+def test_what_a_global_hook_returns_in_vain_is_told_beside_own_ones(changes: dict[str, str], check: str) -> None:
+    layer = written_out(changes)
+    layer.register_forward_pre_hook(lambda module, args: args[0] / 2)
+    layer.register_forward_hook(lambda module, args, output: torch.ones(2, FEATURES))
+    assert told(layer, by_position()) == {check}
+
+
+class Open(Scaled):
+    def forward(self, input: Tensor, *more: Tensor, **others: Tensor) -> Tensor:
+        return super().forward(input, scale=others["scale"])
+
+
+@pytest.mark.parametrize(("changes", "expected"), [({}, set()), (FAULTS["names become places"][1], {OPTIONS})], ids=["sound", "wrong"])
+def test_a_name_that_forward_does_not_list_is_looked_at(changes: dict[str, str], expected: set[str]) -> None:
+    assert told(written_out(changes, Open), {**by_name(), "scale": torch.tensor(2.0)}) == expected
+
+
+class Summed(nn.Linear):
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        return super().forward(inputs[0] + inputs[1])
+
+
+class Two(NamedTuple):
+    input: Tensor
+    scale: Tensor
+
+
+@pytest.mark.parametrize(
+    ("layer", "given"),
+    [(Summed, lambda: [by_position(), by_position()]), (ScaledInOrder, lambda: Two(by_position(), torch.tensor(2.0)))],
+    ids=["a list is one input", "a NamedTuple is several"],
+)
+def test_how_inputs_are_given(layer: type[nn.Module], given: Callable[[], Any]) -> None:
+    report = contract.verify_module(layer(FEATURES, FEATURES), given())
+    assert report.passed, report.to_text()
 
 
 def test_inputs_that_are_given_by_name_are_handed_over_in_order_too() -> None:
