@@ -99,8 +99,8 @@ class Subject:
         has_batches: its life is one of batches, whatever it needs and is given.
         in_calibration: its life is a calibration, though it asks for none and has a start.
         keeps_originals: its runs keep the modules that they replace, as those over a model in memory do, and not those over a path.
-        as_oneshot: its calibrations have the stages that `oneshot` makes for it alone, and not blocks.
-        watched: dotted names of the modules with its hooks, in the latest calibration by blocks.
+        as_oneshot: its calibrations have the stages that `oneshot` makes for it alone, and not those of two passes.
+        watched: dotted names of the modules with its hooks, in the latest calibration of two passes.
         class_values: what the modifier's classes and their modules held before the first run.
         completed: ways of runs over copies of the model that came to their end.
     """
@@ -165,7 +165,7 @@ class Subject:
 
     @property
     def stages(self) -> Stages:
-        """In which a calibration would go through the model, whole blocks or those of `oneshot`."""
+        """In which a calibration would go through the model: at layers, or at what it watches."""
         way = (self.model, self.as_oneshot, self.watched)
         if self._stages is None or self._stages[0] != way:
             if self.as_oneshot and self.template.calibration_need != "sequential":
