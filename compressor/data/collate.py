@@ -260,7 +260,13 @@ def batch_to(batch: Batch, device: torch.device) -> Batch:
 
     Returns:
         The batch on the device; tensors that are there already are not copied.
+
+    Raises:
+        DatasetError: something in it is no tensor, as what a modifier has put there.
     """
+    for name, value in enumerate(batch) if isinstance(batch, tuple) else batch.items():
+        if not hasattr(value, "to"):
+            raise DatasetError(f"batch[{name!r}]: {type(value).__name__} is no tensor; leave batches as they are, which hold tensors alone")
     if isinstance(batch, tuple):
         return tuple(tensor.to(device) for tensor in batch)
     return {name: tensor.to(device) for name, tensor in batch.items()}

@@ -276,7 +276,7 @@ class Subject:
             chosen.steps_per_epoch,
             chosen.keep_originals,
             self.session_class,
-            None if self.trains else self._data(),
+            None if self.trains else self.data(),
         )
         run.recorder.perform = Actor(run, self.session_class).perform
         run.recorder.on_begin = self.stopwatch.restart
@@ -284,8 +284,8 @@ class Subject:
         self.latest = run
         return run
 
-    def _data(self) -> CalibrationData:
-        """The batches, as a calibration hands them to modifiers that run forwards of their own."""
+    def data(self) -> CalibrationData:
+        """Return copies of the batches, as a calibration hands them to modifiers that run forwards of their own."""
         batches = [(batch,) if isinstance(batch, Tensor) else batch for batch in copy.deepcopy(list(self.batches))]
         shapes = [leading_tensor(batch).shape for batch in batches]
         num_samples, num_tokens = sum(shape[0] for shape in shapes), sum(shape[:2].numel() for shape in shapes)

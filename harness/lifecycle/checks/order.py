@@ -64,6 +64,7 @@ def completes(subject: Subject) -> str:
         what = failures(outcome, run.recorder.entries) if outcome else "it has no moments"
         raise Violation("refused", f"a run without any fault stopped: {what}", failures_in(run.recorder.entries))
     _hold_result(subject, run.model)
+    _hold_data(subject, run)
     _hold_stages(subject)
     _hold_need(subject)
     return f"{len(subject.life())} moments, {run.model.__class__.__name__}"
@@ -78,6 +79,15 @@ def _hold_result(subject: Subject, model: nn.Module) -> None:
             except Exception as error:  # a model raises what it likes
                 text = f"behind the run the model does not take inputs[{number}] any more ({describe(error)})"
                 raise Violation("state", f"{text}; put in modules that take and give what those before did", [describe(error)]) from error
+
+
+def _hold_data(subject: Subject, run: CompressorRun) -> None:
+    """The batches are what they were: others are calibrated on them, too."""
+    if subject.trains:
+        return  # a training has none
+    given, left = subject.data(), run.state.data
+    if left is None or freeze((given.batches, given.token_masks)) != freeze((left.batches, left.token_masks)):
+        raise Violation("state", "state.data was changed, on which others are calibrated, too; copy what you change of it")
 
 
 def _hold_need(subject: Subject) -> None:

@@ -90,7 +90,7 @@ class Shift:
         bend: place of the last night before a drift, which came night by night; None for a step.
         level_end: place of the first night behind the level that it is held against; None where that lasts until `start`.
         back: whether it ends what was worse, so that the level is the one from before.
-        sharp: whether it came at once, as no season does.
+        small: whether less is enough of it, since it came at once, as no season does, or goes on with a drift for the better.
     """
 
     place: int
@@ -102,7 +102,7 @@ class Shift:
     bend: int | None = None
     level_end: int | None = None
     back: bool = False
-    sharp: bool = False
+    small: bool = False
 
     @property
     def p_value(self) -> float:
@@ -117,7 +117,7 @@ class Shift:
     @property
     def shows(self) -> bool:
         """Whether it is large and sure enough to be one."""
-        least = LEAST_EFFECT if self.back or self.sharp or (self.effect > 0 and self.bend is None) else LEAST_GAIN
+        least = LEAST_EFFECT if self.back or self.small or (self.effect > 0 and self.bend is None) else LEAST_GAIN
         return abs(self.effect) >= least and self.p_value < (LEVEL_BACK if self.back else LEVEL)
 
     def behind(self, start: int) -> Shift:
@@ -169,6 +169,7 @@ class _Nights:
         across: error of the bridges among them, in standard deviations of a night.
         earlier: the level from before, where theirs is worse.
         joints: place of the first night behind each bridge.
+        is_won_slowly: they are behind a drift for the better, which may go on.
     """
 
     levels_N: NDArray[np.float64]
@@ -177,6 +178,7 @@ class _Nights:
     across: float
     earlier: float | None = None
     joints: tuple[int, ...] = ()
+    is_won_slowly: bool = False
 
     def until(self, end: int, known: Sequence[NDArray[np.float64]]) -> _Nights:
         """The first nights, where others know the noise, too."""
@@ -215,7 +217,9 @@ def find_shifts(
     for end in _looks(len(levels_N), found, densely):
         inside = [one for one in bridges if start < one.place < end]
         across, joints = math.hypot(*(one.error for one in inside)), tuple(one.place - start for one in inside)
-        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, _earlier(levels_N[:end], found), joints))
+        slowly = bool(found) and found[-1].bend is not None and found[-1].effect < 0
+        earlier = _earlier(levels_N[:end], found)
+        shift = _look(_Nights(levels_N[start:end], errors_N[start:end], residuals_E, across, earlier, joints, slowly))
         if shift is None:
             continue
         residuals_E = np.concatenate([residuals_E, _around(levels_N[start : start + shift.start], shift)])
@@ -290,14 +294,14 @@ def _step(nights: _Nights) -> tuple[Shift, float] | None:
     """
     for width in _WIDTHS:
         found = _step_at(split_by_sums(clipped(nights.levels_N, width)), nights)
-        if found is None or not (found[0].shows or replace(found[0], sharp=True).shows):
+        if found is None or not (found[0].shows or replace(found[0], small=True).shows):
             continue
         found = _step_at(splits(clipped(nights.levels_N, width), 1)[0], nights)
         if found is None or found[0].shows:
             return found
         shift, squares = found
-        if replace(shift, sharp=True).shows and came_at_once(nights.levels_N, shift.place, _KNOWN_AFTER):
-            return replace(shift, sharp=True), squares
+        if replace(shift, small=True).shows and came_at_once(nights.levels_N, shift.place, _KNOWN_AFTER):
+            return replace(shift, small=True), squares
     return None
 
 
@@ -442,7 +446,9 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     slope, own_N = line_of(nights.levels_N, bend)
     rise = slope * (count - 1 - bend)
     won = median(nights.levels_N[:LEAST_LINE]) - median(nights.levels_N[-LEAST_LINE:])
-    if abs(rise) < LEAST_GAIN or (rise < 0 and won < LEAST_GAIN):  # the line of a dip goes deeper than the dip
+    is_more = nights.is_won_slowly and rise < 0
+    enough = LEAST_EFFECT if is_more else LEAST_GAIN
+    if abs(rise) < enough or (rise < 0 and won < enough):  # the line of a dip goes deeper than the dip
         return None
     squares = float(np.square(own_N).sum())
     if squares > _squares(np.split(nights.levels_N, [split_by_sums(clipped(nights.levels_N, _WIDTHS[0]))])):  # a step unknown yet
@@ -457,7 +463,7 @@ def _drift(nights: _Nights, bend: int, least: int = _LEAST_DRIFT) -> tuple[Shift
     known = ((own, correlation, degrees_of(len(kept_E), correlation)), (near, MAX_CORRELATION, count - 2.0))
     errors = ((noise * math.hypot(nights.across, lever * math.sqrt((1 + alike) / (1 - alike))), degrees) for noise, alike, degrees in known)
     level_end = max(LEAST_AFTER, bend + 1, (bend + begun) // 2)  # until then it is as good as nothing
-    drifts = (Shift(begun, count, count - LEAST_AFTER, rise, error, degrees, bend, level_end) for error, degrees in errors)
+    drifts = (Shift(begun, count, count - LEAST_AFTER, rise, error, degrees, bend, level_end, small=is_more) for error, degrees in errors)
     return min(drifts, key=lambda one: one.p_value), squares
 
 

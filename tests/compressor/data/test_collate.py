@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compressor.data.collate import collate, tokens_at_once
+from compressor.data.collate import batch_to, collate, tokens_at_once
+from compressor.errors import DatasetError
 
 
 def rows(*lengths: int) -> list[torch.Tensor]:
@@ -26,3 +27,9 @@ def test_a_batch_stays_below_the_limit_and_holds_at_least_one_row(device: str) -
     assert [len(batch["input_ids"]) for batch in batches if isinstance(batch, dict)] == [4, 4, 1]
     batches, _ = collate(rows(limit * 2, limit * 2), None, pad_id=0, device=torch.device(device))
     assert len(batches) == 2
+
+
+def test_what_a_modifier_has_put_into_a_batch_is_refused() -> None:
+    for batch, name in (((torch.ones(1), 1), "1"), ({"input_ids": torch.ones(1), "seen": 1}, "'seen'")):
+        with pytest.raises(DatasetError, match=rf"^batch\[{name}\]: int is no tensor; leave batches as they are"):
+            batch_to(batch, torch.device("cpu"))

@@ -281,3 +281,31 @@ def test_who_needs_two_layers_in_one_stage_is_told() -> None:
     report = verify(Shrinks, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.completes"])
     text = "in evaluation mode, before the stage of layers.0.down_proj the model does not take its batches any more (RuntimeError"
     assert text in report.records[-1].summary, report.to_text()
+
+
+class RunsItself(Scales):
+    """Runs forwards of its own, on batches that it leaves as they are."""
+
+    calibration: ClassVar[CalibrationNeed] = "own"
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        assert state.data is not None
+        self.change(state.data.batches)
+        linears(state)["lm_head"].weight.data.mul_(2)
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        pass
+
+    def change(self, batches: list[Any]) -> None:
+        pass
+
+
+class ZeroesBatches(RunsItself):
+    def change(self, batches: list[Any]) -> None:
+        batches[0][0].zero_()
+
+
+def test_who_changes_the_data_is_told() -> None:
+    report = verify(ZeroesBatches, TinyModel(8), inputs=tiny_batches(2), checks=["lifecycle.completes"])
+    assert "state.data was changed" in report.records[-1].summary, report.to_text()
+    assert verify(RunsItself, TinyModel(8), inputs=tiny_batches(2), checks=["lifecycle.completes"]).verdict is Verdict.PASS

@@ -1,4 +1,4 @@
-"""A level that became better by less than a season gives, but at once, is what later nights are held against."""
+"""What became better by less than a season gives is what later nights are held against, if it came at once or goes on with more."""
 
 from __future__ import annotations
 
@@ -66,3 +66,13 @@ def test_one_wild_night_hides_no_gain(wild: int) -> None:
 def test_few_nights_are_no_level_that_was_won() -> None:
     verdicts = [judged([0.0] * 60 + [-0.013] * few + [0.0] * 30, 0, SURE).verdict for few in (6, 11)]
     assert verdicts == [Verdict.PASS, Verdict.REGRESSION]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("length", "loss"), [(60, 0.01), (90, 0.012)])
+def test_all_of_a_slow_gain_is_kept(length: int, loss: float, seed: int) -> None:
+    """It shows half way: what comes behind is less than a season gives, and goes on with it."""
+    nights = [0.0] * 31 + np.linspace(0, -0.03, length).tolist() + [-0.03] * 20
+    assert judged(nights, seed, SURE).verdict is Verdict.PASS
+    found = judged(nights + [-0.03 + loss] * 30, seed, SURE)
+    assert found.verdict is Verdict.REGRESSION and found.changes[-1].night == label(len(nights)), found.summary
