@@ -34,3 +34,11 @@ def gradients(model: nn.Module, output: object) -> list[Tensor | None]:
     finally:
         for parameter, grad in zip(wanted, kept, strict=True):
             parameter.grad = grad
+
+
+def token_mask(batch: Batch) -> Tensor | None:
+    """Return which tokens of a batch are no padding, bool [batch, sequence], as a calibration takes it; None where all are."""
+    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point() or bool(mask.all()):
+        return None
+    return mask.bool()

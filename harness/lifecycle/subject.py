@@ -33,7 +33,7 @@ from harness.lifecycle.driving.probes import Probe, TinyModel, tiny_batches
 from harness.lifecycle.driving.snapshot import Allowed, Snapshot
 from harness.lifecycle.driving.time_limit import Stopwatch
 from harness.lifecycle.driving.torch_settings import EnteredModes
-from harness.lifecycle.forwards import Batch, call, gradients
+from harness.lifecycle.forwards import Batch, call, gradients, token_mask
 from harness.lifecycle.machines.strategies import Setup
 from harness.lifecycle.oracle import BATCH_EVENTS, SessionModel, Settings, exact
 from harness.lifecycle.stages import Stages, calls_of, stages_of, whole
@@ -287,9 +287,9 @@ class Subject:
     def data(self) -> CalibrationData:
         """Return copies of the batches, as a calibration hands them to modifiers that run forwards of their own."""
         batches = [(batch,) if isinstance(batch, Tensor) else batch for batch in copy.deepcopy(list(self.batches))]
-        shapes = [leading_tensor(batch).shape for batch in batches]
-        num_samples, num_tokens = sum(shape[0] for shape in shapes), sum(shape[:2].numel() for shape in shapes)
-        data = CalibrationData(batches, [None] * len(batches), "", num_samples, num_tokens)
+        shapes, masks = [leading_tensor(batch).shape for batch in batches], [token_mask(batch) for batch in batches]
+        counts = [shape[:2].numel() if mask is None else int(mask.sum()) for shape, mask in zip(shapes, masks, strict=True)]
+        data = CalibrationData(batches, masks, "", sum(shape[0] for shape in shapes), sum(counts))
         len(data.sample_parts)  # is made here, so that no forward seems to have left it
         return data
 

@@ -20,7 +20,7 @@ from harness.lifecycle.driving.compare import Violation, describe
 from harness.lifecycle.driving.oracle_run import CheckedRun, causes, list_differences
 from harness.lifecycle.driving.probes import masked_batch, tiny_batches
 from harness.lifecycle.driving.snapshot import Difference, Snapshot, freeze, num_hooks
-from harness.lifecycle.forwards import Batch, call, gradients
+from harness.lifecycle.forwards import Batch, call, gradients, token_mask
 from harness.lifecycle.subject import Subject, begin_random_numbers
 from harness.lifecycle.witness import Witness, flowing, strides
 
@@ -31,7 +31,7 @@ _ALIGNMENT = 64
 # What a modifier keeps for itself and in the shared state of the run.
 _ITS_OWN = ("state", "settings", "session")
 # What it holds of the batch that runs, for all modifiers alike.
-_OF_THE_BATCH = ("token_mask", "batch_index", "batch_shape", "sample_parts", "base_stream")
+_OF_THE_STATE = ("token_mask", "batch_index", "batch_shape", "sample_parts", "base_stream", "seed")
 _ADVICE = "hooks watch, and return None; change values in copies, or declare 'changes_forward'"
 
 
@@ -161,9 +161,9 @@ class _Watch:
             begin_random_numbers()
             if case.number % 4 == 3:
                 _accumulate(model)
-            before = Snapshot(model, {"batch": _of_the_batch(state)})
+            before = Snapshot(model, {"batch": _of_the_state(state)})
             output = witness.run(lambda: call(model, batch))
-            after = Snapshot(model, {"batch": _of_the_batch(state)})
+            after = Snapshot(model, {"batch": _of_the_state(state)})
             if self._subject.trains:
                 reaching = gradients(model, output)
             tensors = freeze(dict(model.state_dict()))
@@ -229,22 +229,21 @@ def _callers_hooks(called: list[nn.Module]) -> tuple[Callable[..., None], ...]:
 @contextmanager
 def _running(state: State, case: _Case) -> Iterator[None]:
     """Show modifiers the mask of a batch while it runs, and in a calibration its number, shape and stream."""
-    kept, batch = {name: getattr(state, name) for name in _OF_THE_BATCH}, case.batch
+    kept, batch = {name: getattr(state, name) for name in _OF_THE_STATE}, case.batch
     if state.data is not None:
         state.batch_index, state.base_stream = case.number - 1, case.is_base
         state.batch_shape = tuple(leading_tensor(batch if isinstance(batch, dict | tuple) else (batch,)).shape[:2])
         state.sample_parts = (0,) * state.batch_shape[0]
-    mask = batch.get("attention_mask") if isinstance(batch, dict) else None
-    if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.is_floating_point() and not bool(mask.all()):
-        state.token_mask = mask != 0
+    if (mask := token_mask(batch)) is not None:
+        state.token_mask = mask
     try:
         yield
     finally:
         vars(state).update(kept)
 
 
-def _of_the_batch(state: State) -> dict[str, object]:
-    return {f"state.{name}": getattr(state, name) for name in _OF_THE_BATCH}
+def _of_the_state(state: State) -> dict[str, object]:
+    return {f"state.{name}": getattr(state, name) for name in _OF_THE_STATE}
 
 
 @contextmanager

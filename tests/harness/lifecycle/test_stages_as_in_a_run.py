@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from compressor.lifecycle import Event, Modifier, State
 from compressor.lifecycle.interface import CalibrationNeed
 from harness import verify
-from harness.lifecycle.driving.probes import TinyModel, tiny_batches
+from harness.lifecycle.driving.probes import TinyModel, masked_batch, tiny_batches
 from harness.lifecycle.machines.machine_subjects import guest_stage
 from harness.lifecycle.subject import Subject
 from harness.reporting.verdict import Verdict
@@ -309,3 +309,32 @@ def test_who_changes_the_data_is_told() -> None:
     report = verify(ZeroesBatches, TinyModel(8), inputs=tiny_batches(2), checks=["lifecycle.completes"])
     assert "state.data was changed" in report.records[-1].summary, report.to_text()
     assert verify(RunsItself, TinyModel(8), inputs=tiny_batches(2), checks=["lifecycle.completes"]).verdict is Verdict.PASS
+
+
+class TakesNoMask(RunsItself):
+    """Goes on without a mask alone, and counts padding for others where there is one."""
+
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        super().on_calibration_start(state, event)
+        assert state.data is not None
+        state.data.token_masks[:] = [None if mask is None else torch.ones_like(mask) for mask in state.data.token_masks]
+
+
+def test_padded_inputs_have_their_masks() -> None:
+    model, inputs = TinyModel(8), [masked_batch()]
+    changed = verify(TakesNoMask, model, inputs=inputs, checks=["lifecycle.completes"])
+    assert "state.data was changed" in changed.records[-1].summary, changed.to_text()
+    assert verify(RunsItself, model, inputs=inputs, checks=["lifecycle.completes"]).verdict is Verdict.PASS
+
+
+class SeedsInAHook(Scales):
+    def on_calibration_start(self, state: State, event: Event) -> None:
+        self.register_hook(state.model, lambda module, args, output: setattr(state, "seed", 77), "forward")
+
+    def on_sequential_epoch_end(self, state: State, event: Event) -> None:
+        pass
+
+
+def test_a_hook_that_seeds_others_is_told() -> None:
+    report = verify(SeedsInAHook, TinyModel(8), inputs=tiny_batches(1), checks=["lifecycle.hooks_watch"])
+    assert "state.seed" in report.records[-1].summary, report.to_text()
