@@ -316,11 +316,8 @@ def _run_stage(
         stage.skip_calibration()
         bar.skip(stage.num_samples, f"forwards through {stage.name}")
     else:
-        with (
-            memory_explained(model, stage.name, "calibrated", names),
-            _compressed_explained(session.state, stage),
-            _materialized(model, stage.put_off),
-        ):
+        explained = memory_explained(model, stage.name, "calibrated", names)
+        with explained, _compressed_explained(session.state, stage), _materialized(model, stage.put_off):
             stage.calibrate()
     if not propagate_error:
         with memory_explained(model, stage.name, "propagated", names):

@@ -1,4 +1,4 @@
-"""The stages in which a calibration goes through a model: its blocks, or those of `oneshot`, and who sees data before each."""
+"""The stages in which a calibration goes through a model, layers or what is watched in them, and who sees data before each."""
 
 from __future__ import annotations
 
